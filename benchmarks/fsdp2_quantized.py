@@ -1,10 +1,15 @@
-"""Quantized parameters under torch's FSDP2: hooks, bytes, and FusedAdam's step on them.
+"""Quantized parameters under torch's FSDP2: host time before a forward, bytes, FusedAdam's step.
 
 Hooks: the median host time of the two gather hooks of a parameter after the first gather, of ours
-and of torchao's float8 weight beside it, on one process. Plain FSDP2 has no hooks. Step: FusedAdam
-on parameters sharded by FSDP2 in bf16, and on the same quantized, in turn. The bytes that are
-gathered follow from the hooks' inputs. A figure is printed only if the step on quantized parameters
-has moved main weights, and their codes are those of a fresh encoding.
+and of torchao's float8 weight beside it. Unshard: the host time of all that FSDP2 does for a
+parameter before its unit's forward, and of freeing it again, of plain bf16 parameters, ours and
+torchao's, in turn. Step: FusedAdam on parameters sharded by FSDP2 in bf16, and on the same
+quantized, in turn. All on one thread of one process, on which FSDP2 copies in place of a gather.
+The bytes that are gathered follow from the hooks' inputs; live bytes are the most that a forward
+without gradients has made and not freed, with more and more layers.
+
+A figure is printed only if the step on quantized parameters has moved main weights, their codes are
+those of a fresh encoding, and live bytes are the same for any number of layers.
 """
 
 from __future__ import annotations
@@ -21,11 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import megafsdp
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.record import CheckError, spread
 from megafsdp.fsdp.runtime.torch_fsdp import encode_main_weights, shard_of
 from megafsdp.quantize.recipes import RECIPE_NAMES
 
 _WARM_UP = 2
+# Of a unit's forward: with two layers one is gathered while another is there.
+_NUM_LAYERS = (2, 4, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,31 +47,46 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure all recipes in this process; return the figures.
 
     Raises:
-        CheckError: A step has changed nothing, or codes are not those of main weights.
+        CheckError: A step has changed nothing, codes are not those of main weights, or live bytes
+            grow with the layers.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shape = (options.parameters, options.width)
         recipes = {name: _measure(name, *shape, options.repeats) for name in RECIPE_NAMES}
-        torchao_s = _torchao_hooks(options.width, options.repeats)
+        torchao = _torchao_hooks(options.width, options.repeats)
+        unshard = _unshard(options.width, options.repeats)
+        live = {name: _live_nbytes(name, options.width) for name in RECIPE_NAMES}
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(num_threads)
     return {
         "parameters": options.parameters,
         "width": options.width,
         "recipes": recipes,
-        "torchao_hooks_us": torchao_s,
+        "torchao_hooks_us": torchao,
+        "unshard_us": unshard,
+        "live_nbytes": live,
     }
 
 
 def describe(results: dict[str, Any]) -> str:
     """Return the figures as text."""
-    torchao = results["torchao_hooks_us"]["median"]
-    lines = [f"hooks of torchao's float8 weight: {torchao:.1f} us a parameter"]
+    torchao, unshard = results["torchao_hooks_us"]["median"], results["unshard_us"]
+    lines = [
+        f"torchao's float8 weight: hooks {torchao:.1f} us, unshard "
+        f"{unshard['torchao']['median']:.1f} us a parameter",
+        f"plain FSDP2: unshard {unshard['bf16']['median']:.1f} us a parameter",
+    ]
     for name, figures in results["recipes"].items():
         lines.append(
-            f"{name}: hooks {figures['hooks_us']['median']:.1f} us a parameter, gathered "
-            f"{figures['gathered_ratio']:.3f} of bf16, step of {results['parameters']} "
+            f"{name}: hooks {figures['hooks_us']['median']:.1f} us, unshard "
+            f"{unshard[name]['median']:.1f} us a parameter, gathered "
+            f"{figures['gathered_ratio']:.3f} of bf16, live "
+            f"{results['live_nbytes'][name] / 1024:.0f} KiB with any layers, step of "
+            f"{results['parameters']} "
             f"{figures['step_ms']['median']:.1f} ms, of bf16 "
             f"{figures['bf16_step_ms']['median']:.1f} ms: {figures['step_ratio']:.2f} x"
         )
@@ -136,15 +159,62 @@ def _hooks(weight: Any, arguments: tuple[object, ...], repeats: int) -> dict[str
 
 
 def _torchao_hooks(width: int, repeats: int) -> dict[str, float]:
+    weight = _torchao_layers(1, width)[0].weight
+    with torch.no_grad():
+        return _hooks(weight.detach(), (init_device_mesh("cpu", (1,)),), repeats)
+
+
+def _torchao_layers(num_layers: int, width: int) -> nn.Sequential:
     # Only this case needs it, and its import takes seconds.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    model = nn.Sequential(nn.Linear(width, width, bias=False).bfloat16())
+    layers = [nn.Linear(width, width, bias=False).bfloat16() for _ in range(num_layers)]
+    model = nn.Sequential(*layers)
     convert_to_float8_training(model, config=config)
-    weight = model[0].weight
-    with torch.no_grad():
-        return _hooks(weight.detach(), (init_device_mesh("cpu", (1,)),), repeats)
+    return model
+
+
+def _unshard(width: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the microseconds a parameter of gathering and freeing, of a unit of many."""
+    num_parameters, mesh = 32, init_device_mesh("cpu", (1,))
+    models = {"torchao": fully_shard(_torchao_layers(num_parameters, width), mesh=mesh)}
+    for name in (None, *RECIPE_NAMES):
+        models[name or "bf16"] = _sharded(num_parameters, width, name)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for repeat in range(_WARM_UP + repeats):
+        for name, model in models.items():
+
+            def call(model: Any = model) -> None:
+                model.unshard()
+                model.reshard()
+
+            elapsed = 1e6 * _elapsed_s(call) / num_parameters
+            if repeat >= _WARM_UP:
+                times[name].append(elapsed)
+    return {name: spread(found) for name, found in times.items()}
+
+
+def _live_nbytes(recipe: str, width: int) -> int:
+    """Return the most bytes that a forward has made and not freed, for any number of layers."""
+    found = [_forward_peak(recipe, width, num_layers) for num_layers in _NUM_LAYERS]
+    if len(set(found)) > 1:
+        raise CheckError(f"{recipe}: live bytes {found} of {_NUM_LAYERS} layers differ")
+    return found[0]
+
+
+def _forward_peak(recipe: str, width: int, num_layers: int) -> int:
+    mesh = init_device_mesh("cpu", (1,))
+    layers = [nn.Linear(width, width, bias=False).bfloat16() for _ in range(num_layers)]
+    model = nn.Sequential(*(fully_shard(layer, mesh=mesh) for layer in layers))
+    megafsdp.quantize_(fully_shard(model, mesh=mesh), recipe)
+    x = torch.ones(32, width, dtype=torch.bfloat16)
+    with LiveBytes() as live, torch.no_grad():
+        # The first forward makes what later ones fill.
+        model(x)
+        live.peak = 0
+        model(x)
+    return live.peak
 
 
 def _elapsed_s(call: Callable[[], object]) -> float:

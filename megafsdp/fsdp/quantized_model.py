@@ -397,6 +397,7 @@ def _joined_parts(each: _Found, first: int) -> tuple[tuple[int, ...], int]:
     The tiles of all parts are then tiles of one matrix, whichever dimension model axes cut.
     """
     rows, cols = each.shape
+    # Axes in their order, the last one fastest, on all ranks alike.
     num_parts, part = 1, 0
     for axis in _model_axes(each):
         if axis.dim is not None:
@@ -411,6 +412,7 @@ def _scale_shape(
     if not form.has_shared_scale(each.shape):
         return ()
     shape = list(each.shape)
+    # A layer's weight_mesh may leave an axis out, whose parts then have scales of their own.
     for axis in _model_axes(each):
         if axis.dim is not None and not list(_not_combined([axis.group], groups)):
             shape[axis.dim] *= axis.size
@@ -437,6 +439,7 @@ class _ModelAxis:
 def _model_axes(each: _Found) -> list[_ModelAxis]:
     cut = each.cut
     mesh, placements = (None, ()) if cut is None else (cut.model_mesh, cut.model_placements)
+    # Without torch's fully_shard the parameter itself lies on the model axes alone.
     if cut is None and isinstance(each.parameter, DTensor):
         mesh, placements = each.parameter.device_mesh, each.parameter.placements
     if mesh is None:
@@ -466,6 +469,7 @@ def _not_combined(
     wanted: Sequence[dist.ProcessGroup], groups: Sequence[dist.ProcessGroup]
 ) -> Iterator[dist.ProcessGroup]:
     """Yield the groups whose ranks are not all in one over which maxima are combined anyway."""
+    # By ranks: a flattened mesh has a group of its own for those of several axes.
     combined = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group in wanted:
         ranks = set(dist.get_process_group_ranks(group))

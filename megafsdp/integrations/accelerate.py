@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.weight_sync import optimizers_follow
+from megafsdp.integrations.refusals import check_settings
 
 _ON_CPU_OR_ALONE = (DistributedType.MULTI_CPU, DistributedType.NO)
 
@@ -31,30 +30,30 @@ class ShardedAccelerator(Accelerator):
     """An accelerator that shards; arguments are accelerate's, ``fsdp_plugin`` among them.
 
     Raises:
-        ValueError: There is no plugin, or it is not one of ``fsdp_version=2``.
-        NotImplementedError: The plugin asks for what is not translated.
+        NotImplementedError: There is no plugin of ``fsdp_version=2``, or it asks for what is not
+            translated.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        plugin = kwargs.get("fsdp_plugin") or getattr(self.state, "fsdp_plugin", None)
-        if plugin is None or plugin.fsdp_version != 2:
-            raise ValueError(
-                expected(
-                    "a FullyShardedDataParallelPlugin of fsdp_version=2",
-                    "none" if plugin is None else f"fsdp_version={plugin.fsdp_version}",
-                    where="fsdp_plugin of ShardedAccelerator()",
-                    hint="Give FullyShardedDataParallelPlugin(fsdp_version=2), or set it by "
-                    "accelerate config",
-                )
-            )
+        plugin: Any = kwargs.get("fsdp_plugin") or getattr(self.state, "fsdp_plugin", None)
+        where = "ShardedAccelerator()"
+        check_settings({"fsdp_version": plugin and plugin.fsdp_version}, where)
+        policy = plugin.auto_wrap_policy
+        policy = policy.func if isinstance(policy, functools.partial) else policy
+        given = {
+            "auto_wrap_policy": policy and getattr(policy, "__name__", policy),
+            "activation_checkpointing": plugin.activation_checkpointing,
+            "cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
+            "dynamo_backend": self.state.dynamo_plugin.backend.value,
+        }
+        check_settings(given, where)
         if self.distributed_type in _ON_CPU_OR_ALONE and dist.is_initialized():
             # accelerate has an FSDP of several GPUs alone.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.state.distributed_type, self.state.fsdp_plugin = DistributedType.FSDP, plugin
             if self.mixed_precision != "no":
                 plugin.set_mixed_precision(self.mixed_precision)
-        _check_plugin(plugin, self.state.dynamo_plugin)
 
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model as the plugin says; override it to choose more. Called on all ranks."""
@@ -82,40 +81,3 @@ class ShardedAccelerator(Accelerator):
                 self._models.append(model)
         prepared = iter(super()._prepare_fsdp2(*others))
         return tuple(x if isinstance(x, nn.Module) else next(prepared) for x in args)
-
-
-def _check_plugin(plugin: Any, dynamo_plugin: Any) -> None:
-    policy = plugin.auto_wrap_policy
-    policy = policy.func if isinstance(policy, functools.partial) else policy
-    for name, is_asked, hint in (
-        (
-            "auto_wrap_policy",
-            policy not in (None, transformer_auto_wrap_policy),
-            "Use TRANSFORMER_BASED_WRAP with transformer_cls_names_to_wrap, or NO_WRAP",
-        ),
-        (
-            "activation_checkpointing",
-            plugin.activation_checkpointing,
-            "Call model.gradient_checkpointing_enable() before prepare()",
-        ),
-        (
-            "cpu_ram_efficient_loading",
-            plugin.cpu_ram_efficient_loading,
-            "Build the model on the meta device, and after prepare() call "
-            "megafsdp.checkpoint.import_hf(), in which each rank reads its own rows",
-        ),
-        (
-            "dynamo_plugin",
-            dynamo_plugin.backend != DynamoBackend.NO,
-            "Compile the layers by layer.compile() before prepare()",
-        ),
-    ):
-        if is_asked:
-            raise NotImplementedError(
-                expected(
-                    f"a plugin without {name}",
-                    "one that asks for it",
-                    where="ShardedAccelerator()",
-                    hint=hint,
-                )
-            )

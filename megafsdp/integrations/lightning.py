@@ -14,9 +14,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
-from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
+from megafsdp.integrations.refusals import check_settings
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 
 
@@ -73,15 +73,7 @@ class ShardedModule(LightningModule):
         Raises:
             NotImplementedError: Values are to be clipped, not the norm.
         """
-        if gradient_clip_val is None:
-            return
-        if gradient_clip_algorithm not in (None, "norm"):
-            raise NotImplementedError(
-                expected(
-                    "gradient_clip_algorithm 'norm'",
-                    repr(gradient_clip_algorithm),
-                    where="configure_gradient_clipping() of ShardedModule",
-                    hint="Override it with torch.nn.utils.clip_grad_value_(self.parameters(), ...)",
-                )
-            )
-        clip_grad_norm_(self, gradient_clip_val)
+        if gradient_clip_val is not None:
+            given = {"gradient_clip_algorithm": gradient_clip_algorithm}
+            check_settings(given, "configure_gradient_clipping() of ShardedModule")
+            clip_grad_norm_(self, gradient_clip_val)

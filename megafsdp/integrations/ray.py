@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import HasState, save
-from megafsdp.errors import expected
+from megafsdp.integrations.refusals import check_settings
 
 FOLDER = "megafsdp"
 
@@ -84,13 +84,6 @@ def _storage() -> Path:
         NotImplementedError: It is an object store.
     """
     storage = train.get_context().get_storage()
-    if storage.storage_filesystem.type_name != "local":
-        raise NotImplementedError(
-            expected(
-                "a storage_path that all workers mount",
-                f"a file system of type {storage.storage_filesystem.type_name!r}",
-                where="RunConfig of the trainer",
-                hint="Use a shared folder, and copy finished checkpoints elsewhere",
-            )
-        )
+    kind = storage.storage_filesystem.type_name
+    check_settings({"file system of storage_path": kind}, "RunConfig of the trainer")
     return Path(storage.experiment_fs_path)

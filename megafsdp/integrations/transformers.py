@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,28 +19,20 @@ from transformers import Trainer
 
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
-from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.full_params import full_state_dict
 from megafsdp.fsdp.fully_shard import fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
+from megafsdp.integrations.refusals import check_settings
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 
 FOLDER = "megafsdp"
 
-if TYPE_CHECKING:
 
-    class _Base(Trainer):
-        """What every instance is once it is mixed in, for type checkers."""
-
-        model: nn.Module
-
-else:
-    _Base = object
-
-
-class Sharded(_Base):
+class Sharded(Trainer):
     """Mix-in that stands before a trainer class; arguments are the trainer's."""
+
+    model: nn.Module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,29 +52,11 @@ class Sharded(_Base):
         """Return a model as it is, or sharded, that accelerate does not wrap.
 
         Raises:
-            NotImplementedError: Half precision with a loss scale is asked for.
-            ValueError: Another engine is to shard the model.
+            NotImplementedError: A loss scale is asked for, or another engine that shards.
         """
-        where = "TrainingArguments of a sharded trainer"
-        if self.args.fp16:
-            raise NotImplementedError(
-                expected(
-                    "bf16 or fp32",
-                    "fp16, whose loss scale torch's GradScaler keeps",
-                    where=where,
-                    hint="Use bf16=True, or a loop of your own with megafsdp.LossScaler",
-                )
-            )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                expected(
-                    "one engine that shards",
-                    "fsdp or deepspeed besides",
-                    where=where,
-                    hint="Leave the argument out, and start by torchrun or a plain accelerate "
-                    "launch",
-                )
-            )
+        given = {"fsdp": self.is_fsdp_enabled, "deepspeed": self.is_deepspeed_enabled}
+        given |= {"fp16": self.args.fp16}
+        check_settings(given, "TrainingArguments of a sharded trainer")
         if not isinstance(model, FSDPModule):
             model = self.shard_model(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -114,5 +88,4 @@ class Sharded(_Base):
             load(Path(checkpoint, FOLDER), **self._states())
 
     def _states(self) -> dict[str, Any]:
-        scheduler = self.lr_scheduler
-        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}
+        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}

@@ -28,7 +28,6 @@ _NO_DOUBLE_BUFFER = (
     "registered memory"
 )
 _NO_BUCKETS = "Leave it out: a unit is a bucket, so fsdp_unit_modules chooses their sizes"
-_NO_FP8 = "Leave it out: parameters in 8 bits are not built yet"
 
 # The values that ask for what happens anyway, and what to do instead of the others. Keywords that
 # are not here are translated; fields of the configuration have the same names.
@@ -57,7 +56,10 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "check_for_nan_in_grad": ((False,), _NAN_CHECK),
     "report_nan_in_param_grad": ((False,), _NAN_CHECK),
     "disable_bucketing": ((False,), _NO_BUCKETS),
-    "keep_fp8_transpose_cache": ((False,), _NO_FP8),
+    "keep_fp8_transpose_cache": (
+        (False,),
+        "Leave it out: codes of weights serve forward and backward, without a transposed copy",
+    ),
     "fsdp_double_buffer": ((False,), _NO_DOUBLE_BUFFER),
     "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), _NO_DOUBLE_BUFFER),
     "enable_fine_grained_param_gather": (
@@ -76,7 +78,11 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         "Leave it out: prefetch of megafsdp.fully_shard_model() says how many units are gathered "
         "ahead",
     ),
-    "fp8_param_gather": ((False,), _NO_FP8),
+    "fp8_param_gather": (
+        (False,),
+        "Give mixed_precision_policy=megafsdp.MixedPrecisionPolicy(recipe='fp8_block') to "
+        "fully_shard_model(), which gathers codes of 8 bits",
+    ),
     "fsdp_manual_registration": (
         (False,),
         "Leave it out: with nccl_ub=True memory is registered once, before the first forward",

@@ -204,4 +204,6 @@ class LanguageModel(ParallelModule):
         loss = masked_cross_entropy(
             logits_BTV, labels_BT, loss_mask_BT, may_overwrite_logits=True, tp_group=group
         )
-        return scale_auxiliary_losses(loss, self)
+        # Asked first: routers are looked for in all modules.
+        has_auxiliary_loss = self.config.router_balance == "aux_loss"
+        return scale_auxiliary_losses(loss, self) if has_auxiliary_loss else loss

@@ -11,7 +11,7 @@ from several ranks. Two ranks with experts 0 1 | 2 3, K = 2, of which rank 0 is 
     rows       a0 c0 b1                         2 of expert 0, 1 of expert 1
 
 The way back inverts each of these steps, and a token is the sum of its copies by the router's
-weights. Every step is a gather, forward and backward, so results are the same bits each time. Each
+weights. Rows move by gathers, forward and backward, so results are the same bits each time. Each
 rank takes part in every exchange, also one without tokens. In an ep of one rank, the rows are the
 sorted copies.
 
@@ -21,7 +21,7 @@ experts, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megafsdp.buffer.comm.activation import exchange_rows
-from megafsdp.parallel.mappings import exchange_tokens
+from megafsdp.buffer.comm.activation import exchange_rows, start_exchange
+from megafsdp.buffer.comm.collectives import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class DispatchPlan:
         copy_C: Which copy is at each place of the sorted ones; copy n * K + k is the k-th of token
             n.
         place_C: The place of each copy among the sorted ones.
+        token_C: The token of each of the sorted ones.
         load_E: Rows of each expert of this rank, int64.
         exchange: What goes from rank to rank; None where this rank has all experts.
     """
@@ -68,6 +69,7 @@ class DispatchPlan:
     num_choices: int
     copy_C: Tensor
     place_C: Tensor
+    token_C: Tensor
     load_E: Tensor
     exchange: Exchange | None
 
@@ -91,21 +93,37 @@ def plan_dispatch(
         group: The ranks of ep, each of which has as many experts; None where this rank has all.
     """
     chosen_C = experts_NK.flatten()
+    load_E = arriving = count_by_expert(chosen_C, num_experts)
+    pending = Pending()
+    if group is not None:
+        # It runs beside the sort.
+        splits = [num_experts // group.size()] * group.size()
+        arriving, pending = start_exchange(
+            load_E, splits, splits, group=group, label="tokens of experts"
+        )
     # Stable, so that rows of an expert keep the tokens' order: sums over them do, too.
+    num_choices = experts_NK.shape[1]
     copy_C = chosen_C.argsort(stable=True)
-    load_E = count_by_expert(chosen_C, num_experts)
+    place_C, token_C = _inverse(copy_C), copy_C // num_choices
+    pending.wait()
     exchange = None
     if group is not None and group.size() > 1:
-        exchange, load_E = _plan_exchange(load_E, group)
-    return DispatchPlan(experts_NK.shape[1], copy_C, _inverse(copy_C), load_E, exchange)
+        exchange, load_E = _plan_exchange(load_E, arriving, group)
+    return DispatchPlan(num_choices, copy_C, place_C, token_C, load_E, exchange)
 
 
-def _plan_exchange(load_E: Tensor, group: dist.ProcessGroup) -> tuple[Exchange, Tensor]:
-    """Exchange the counts; return the plan, and the rows of each expert of this rank."""
+def _plan_exchange(
+    load_E: Tensor, arriving: Tensor, group: dist.ProcessGroup
+) -> tuple[Exchange, Tensor]:
+    """Return the exchange, and the rows of each expert of this rank.
+
+    Args:
+        load_E: This rank's copies for each expert.
+        arriving: Copies for this rank's experts, of one rank after another.
+        group: The ranks of ep.
+    """
     num_ranks = group.size()
     num_own = load_E.numel() // num_ranks
-    splits = [num_own] * num_ranks
-    arriving = exchange_rows(load_E, splits, splits, group=group, label="tokens of experts")
     by_rank = torch.stack((load_E, arriving)).view(2, num_ranks, num_own).sum(-1)
     sent, received = by_rank.tolist()
     own = torch.arange(num_own, device=load_E.device).repeat(num_ranks)
@@ -120,13 +138,8 @@ def dispatch(x_NH: Tensor, plan: DispatchPlan) -> Tensor:
 
     Allocates a copy of each token for each of its experts, and as much again with an exchange.
     """
-    rows_CH = _gather(x_NH, plan.copy_C // plan.num_choices, plan.place_C, plan.num_choices)
-    if (exchange := plan.exchange) is None:
-        return rows_CH
-    arrived_RH = exchange_tokens(
-        rows_CH, exchange.received, exchange.sent, exchange.group, "tokens to experts"
-    )
-    return _gather(arrived_RH, exchange.arrival_R, exchange.place_R)
+    rows: Tensor = _Dispatch.apply(x_NH, plan)
+    return rows
 
 
 def combine(rows_RH: Tensor, plan: DispatchPlan, weights_NK: Tensor) -> Tensor:
@@ -137,16 +150,8 @@ def combine(rows_RH: Tensor, plan: DispatchPlan, weights_NK: Tensor) -> Tensor:
         plan: That of the dispatch.
         weights_NK: The factors of a token's experts, in any dtype.
     """
-    if (exchange := plan.exchange) is not None:
-        leaving_RH = _gather(rows_RH, exchange.place_R, exchange.arrival_R)
-        rows_RH = exchange_tokens(
-            leaving_RH, exchange.sent, exchange.received, exchange.group, "tokens from experts"
-        )
-    copies_CH = _gather(rows_RH, plan.place_C, plan.copy_C)
-    num_tokens, num_choices = weights_NK.shape
-    copies_NKH = copies_CH.view(num_tokens, num_choices, rows_RH.shape[1])
-    # A product of matrices: sums are wider than bf16, and no product of C x H is stored.
-    return torch.bmm(weights_NK.to(rows_RH.dtype).unsqueeze(1), copies_NKH).squeeze(1)
+    out: Tensor = _Combine.apply(rows_RH, weights_NK.to(rows_RH.dtype), plan)
+    return out
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -154,36 +159,77 @@ def _inverse(permutation: Tensor) -> Tensor:
     return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
-def _gather(x: Tensor, index: Tensor, inverse: Tensor, num_copies: int = 1) -> Tensor:
-    """Return ``x[index]``, in which each row of ``x`` appears ``num_copies`` times.
-
-    Args:
-        x: Rows along dim 0.
-        index: The row at each place.
-        inverse: Where the copies of row 0 are, then those of row 1, and so on.
-        num_copies: How often each row appears.
-    """
-    gathered: Tensor = _Gather.apply(x, index, inverse, num_copies)
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    """Rows by index, with a gradient that gathers too: torch's would add to rows in any order."""
+# One node of autograd each: nodes in Python cost more than the small copies between them, and their
+# gradients are gathers too, where torch's own would add to rows in any order.
+class _Dispatch(torch.autograd.Function):
+    """Copies of tokens, brought to their experts; a token's gradient is the sum of its copies'."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, index: Tensor, inverse: Tensor, num_copies: int
-    ) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.num_copies = num_copies  # type: ignore[attr-defined]
-        return x.index_select(0, index)
+    def forward(ctx: FunctionCtx, x_NH: Tensor, plan: DispatchPlan) -> Tensor:
+        ctx.plan = plan  # type: ignore[attr-defined]
+        rows_CH = x_NH.index_select(0, plan.token_C)
+        return _start_to_experts(rows_CH, plan, "tokens to experts")()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        num_copies: int = ctx.num_copies  # type: ignore[attr-defined]
-        grads = grad.index_select(0, inverse)
-        if num_copies > 1:
-            grads = grads.view(len(grads) // num_copies, num_copies, grads.shape[1]).sum(1)
-        return grads, None, None, None
+    def backward(ctx: FunctionCtx, grad_RH: Tensor) -> tuple[Tensor, None]:
+        plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
+        grad_CH = _from_experts(grad_RH, plan, "tokens to experts grads")
+        return _by_token(grad_CH, plan).sum(1), None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows of experts, brought back and added up by the weights of their tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, rows_RH: Tensor, weights_NK: Tensor, plan: DispatchPlan
+    ) -> Tensor:
+        ctx.plan = plan  # type: ignore[attr-defined]
+        copies_NKH = _by_token(_from_experts(rows_RH, plan, "tokens from experts"), plan)
+        ctx.save_for_backward(copies_NKH, weights_NK)
+        # A product of matrices: sums are wider than bf16, and no product of C x H is stored.
+        return torch.bmm(weights_NK.unsqueeze(1), copies_NKH).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, Tensor, None]:
+        plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
+        copies_NKH, weights_NK = ctx.saved_tensors  # type: ignore[attr-defined]
+        weight_C1 = weights_NK.reshape(-1, 1).index_select(0, plan.copy_C)
+        grad_CH = grad_NH.index_select(0, plan.token_C).mul_(weight_C1)
+        end = _start_to_experts(grad_CH, plan, "tokens from experts grads")
+        # Beside the exchange.
+        weight_grads_NK = torch.bmm(copies_NKH, grad_NH.unsqueeze(2)).squeeze(2)
+        return end(), weight_grads_NK, None
+
+
+def _start_to_experts(rows_CH: Tensor, plan: DispatchPlan, label: str) -> Callable[[], Tensor]:
+    """Send sorted copies to the ranks of their experts; return what waits and sorts the rows."""
+    if (exchange := plan.exchange) is None:
+        return lambda: rows_CH
+    arrived_RH, pending = start_exchange(
+        rows_CH, exchange.received, exchange.sent, group=exchange.group, label=label
+    )
+
+    def end() -> Tensor:
+        pending.wait()
+        return arrived_RH.index_select(0, exchange.arrival_R)
+
+    return end
+
+
+def _from_experts(rows_RH: Tensor, plan: DispatchPlan, label: str) -> Tensor:
+    """Bring rows back to the ranks of their tokens: the sorted copies."""
+    if (exchange := plan.exchange) is None:
+        return rows_RH
+    leaving_RH = rows_RH.index_select(0, exchange.place_R)
+    return exchange_rows(
+        leaving_RH, exchange.sent, exchange.received, group=exchange.group, label=label
+    )
+
+
+def _by_token(rows_CH: Tensor, plan: DispatchPlan) -> Tensor:
+    """Return the copies of each token side by side, ``(N, K, H)``."""
+    num_tokens, width = len(rows_CH) // plan.num_choices, rows_CH.shape[1]
+    return rows_CH.index_select(0, plan.place_C).view(num_tokens, plan.num_choices, width)

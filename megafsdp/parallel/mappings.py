@@ -6,7 +6,6 @@
     gather_sequence              join along the sequence      sum, keep the own part
     reduce_scatter_sequence      sum, keep the own part       join along the sequence
     gather_vocabulary            join along the last dim      keep the own part
-    exchange_tokens              rows to the ranks of ep      rows back
 
 The sequence is the last dim but one. A layer of a transformer uses either the first two or the
 next two, twice: with the sequence cut, four exchanges forward and four backward. The third and the
@@ -16,7 +15,7 @@ returns its argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.buffer.comm.activation import (
-    exchange_rows,
     gather_dim,
     reduce_scatter_dim,
     sum_over_ranks,
@@ -91,23 +89,6 @@ def gather_vocabulary(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     join = partial(gather_dim, dim=logits.ndim - 1, group=group, label="logits")
     return _apply(logits, join, keep_own, group)
-
-
-def exchange_tokens(
-    x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, label: str
-) -> Tensor:
-    """Send each rank of ep its rows and return what all of them sent; gradients go back.
-
-    Args:
-        x: Rows along dim 0, in the order of the ranks that they go to.
-        received: How many come from each rank.
-        sent: How many go to each rank.
-        group: The ranks of ep.
-        label: What is exchanged, for counters.
-    """
-    there = partial(exchange_rows, received=received, sent=sent, group=group, label=label)
-    back = partial(exchange_rows, received=sent, sent=received, group=group, label=f"{label} grads")
-    return _apply(x, there, back, group)
 
 
 # A compiled layer ends its graph here: what the door to collectives counts and waits for is the

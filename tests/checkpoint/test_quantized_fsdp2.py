@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import megafsdp
 from megafsdp import FusedAdam, MixedPrecisionPolicy, checkpoint, full_state_dict
 from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.checkpoint.tools.torch_file import to_torch
 from megafsdp.quantize.recipes import RECIPE_NAMES
 from tests.fsdp.torch_sharded import batch, mesh_of, new_model, shard, sharded, shards_of
 from tests.ranks import Ranks
@@ -194,3 +195,47 @@ def test_our_checkpoints_go_to_the_engine_and_back(
 ) -> None:
     """Main weights are stored under the parameters' names; codes are made of them anew."""
     ranks(2).run(_interchange, recipe, tmp_path)
+
+
+def _save_trained(recipe: str, path: Path) -> dict[str, Tensor]:
+    model = sharded(recipe, 2)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    _step(model, optimizer, 0)
+    checkpoint.save(path, model=model, optimizer=optimizer, step=1)
+    wholes = {
+        name: optimizer.state[p].get("main_param", p).full_tensor()  # type: ignore[union-attr]
+        for name, p in model.named_parameters()
+    }
+    assert set(model.state_dict()) == set(new_model().state_dict()), "nothing beside the values"
+    result = sharded(recipe, 2).load_state_dict(model.state_dict(), strict=True)
+    assert not result.missing_keys and not result.unexpected_keys
+    return wholes
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_exports_have_main_weights_in_fp32(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
+    """Whole, under the names of the plain model, which a strict load takes too."""
+    wholes = ranks(2).run(_save_trained, recipe, tmp_path / "saved")[0]
+    to_torch(tmp_path / "saved", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    assert set(found) == set(wholes)
+    for name, whole in wholes.items():
+        assert torch.equal(found[name], whole)
+        assert (found[name].dtype == torch.float32) == (whole.ndim == 2)
+
+
+def _other_format(path: Path) -> None:
+    dcp.save({"model": sharded("mxfp8", 2).state_dict()}, checkpoint_id=path)
+    for recipe in ("fp8_block", "nvfp4", "fp8_current"):
+        model = sharded(recipe, 2)
+        name = "3.weight"
+        before = shards_of(model)[name].clone()
+        with pytest.raises(dcp.CheckpointException, match=f"a tensor of format {recipe}"):
+            dcp.load({"model": {name: model.state_dict()[name]}}, checkpoint_id=path)
+        now = shards_of(model)[name]
+        assert torch.equal(now.codes, before.codes) and torch.equal(now.table, before.table)
+
+
+def test_files_of_another_format_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """By torch's own load, on all ranks; the parameter stays as it is."""
+    ranks(2).run(_other_format, tmp_path / "dcp")

@@ -98,5 +98,5 @@ def test_storage_that_workers_do_not_mount_is_refused(monkeypatch: pytest.Monkey
     storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name="s3"))
     context = SimpleNamespace(get_storage=lambda: storage)
     monkeypatch.setattr(bridge.train, "get_context", lambda: context)
-    with pytest.raises(NotImplementedError, match=r"storage_path.*'s3'.*shared folder"):
+    with pytest.raises(NotImplementedError, match=r"storage_path.*'s3'.*all workers mount"):
         bridge.report({}, step=1, model=torch.nn.Linear(1, 1))

@@ -325,10 +325,13 @@ def _choices(directory: Path) -> None:
         with pytest.raises(NotImplementedError, match=r"fp16.*bf16=True"):
             trainer._sharded(build("qwen3"))
         given.fp16, trainer.is_fsdp_enabled = False, True
-        with pytest.raises(ValueError, match="one engine that shards"):
+        with pytest.raises(NotImplementedError, match=r"fsdp to be False, got True.*torchrun"):
+            trainer._sharded(build("qwen3"))
+        trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = False, True
+        with pytest.raises(NotImplementedError, match=r"deepspeed to be False, got True"):
             trainer._sharded(build("qwen3"))
 
 
 def test_arguments_of_the_trainer_choose_dtypes(ranks: Ranks, tmp_path: Path) -> None:
-    """bf16 over fp32 main weights, also of models from model_init; fp16 and fsdp are refused."""
+    """bf16 over fp32 main weights, also of models from model_init; fp16 and others are refused."""
     ranks(2).run(_choices, tmp_path)

@@ -59,10 +59,12 @@ def test_the_loop_goes_on_from_2_ranks_to_1_to_3_and_to_transformers(
 
 
 def test_paths_named_in_the_readme_exist() -> None:
-    """Every file or folder that README and docs/status.md name is there."""
+    """Every file or folder that README and docs/status.md name is there; pictures are small."""
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "status.md").read_text()
     pattern = r"(?:megafsdp|tests|docs|examples|benchmarks)/[\w/.-]*[\w/]"
     named = set(re.findall(pattern, text))
     assert len(named) > 10
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing
+    pictures = [ROOT / name for name in named if name.endswith(".png")]
+    assert pictures and all(path.stat().st_size < 200_000 for path in pictures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from megafsdp import (
     checkpoint,
     clip_grad_norm_,
     full_state_dict,
+    full_tensor,
+    fully_shard,
     load_full_state_dict,
     materialize,
     microbatch,
@@ -25,6 +28,7 @@ from megafsdp import (
 from megafsdp.buffer.comm import collectives as door
 from megafsdp.buffer.comm.agreement import agree, on_rank_zero, raise_together
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
+from megafsdp.device.memory import Category
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape, mesh_of_shape
 from tests.fsdp.toy import (
     Net,
@@ -37,6 +41,23 @@ from tests.fsdp.toy import (
 from tests.ranks import Ranks
 
 NUM_STEPS = 2
+
+
+class Copies(TorchDispatchMode):
+    """Note how many elements each operator copies from one tensor to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Note and run."""
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "clone", "_to_copy"):
+            self.numels.append(args[0].numel())
+        elif name == "_foreach_copy_":
+            self.numels += [target.numel() for target in args[0]]
+        return func(*args, **(kwargs or {}))
 
 
 class GroupSizes(TorchDispatchMode):
@@ -181,3 +202,43 @@ def _door() -> None:
 def test_the_door_does_the_work_of_one_rank_itself(ranks: Ranks) -> None:
     """Every function of it returns or writes what a collective would."""
     ranks(1).run(_door)
+
+
+def _copies(dtype: torch.dtype, shape: MeshShape) -> tuple[int, int, int]:
+    """Return the copies as large as a weight in a step, and bytes of partials and full buffers."""
+    net = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Tanh(), nn.Linear(40, 24, bias=False))
+    reference = copy.deepcopy(net).to(dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    mesh = mesh_of_shape(shape)
+    fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        with Copies() as copies:
+            net(x).square().mean().backward()
+    reference(x.to(dtype)).square().mean().backward()
+    ledger, (group,) = net._fsdp_unit().ledger, net._fsdp_unit().groups
+    for shown, expected in zip(net.parameters(), reference.parameters(), strict=True):
+        assert shown.grad is not None and expected.grad is not None
+        summed = expected.grad.float()
+        dist.all_reduce(summed)
+        # Twice, by two equal backwards; powers of two round nothing.
+        assert torch.equal(full_tensor(shown.grad), 2 * summed / dist.get_world_size())
+    if dtype == torch.float32:
+        weights = group.main_weight.flat.untyped_storage().data_ptr()
+        assert all(p.unsharded.untyped_storage().data_ptr() == weights for p in group.parameters)
+    partial, full = (ledger.peak[c] for c in (Category.PARTIAL_GRAD, Category.UNSHARDED))
+    # A buffer has both weights; activations are smaller than one.
+    return sum(numel >= 24 * 40 for numel in copies.numels), partial, full
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [((1,), 1), ((2, 1), 2)], ids=str)
+def test_one_rank_computes_with_its_main_weight_and_packs_no_gradient(
+    ranks: Ranks, mesh: MeshShape, sizes: int
+) -> None:
+    """No weight or gradient is copied on the way, beside ranks that repeat the group too."""
+    assert ranks(sizes).run(_copies, torch.float32, mesh) == [(0, 0, 0)] * sizes
+
+
+def test_one_rank_casts_its_main_weight_once_a_gather(ranks: Ranks) -> None:
+    """In forward and in backward, into the full buffer; gradients are not packed either."""
+    assert ranks(1).run(_copies, torch.bfloat16, (1,)) == [(2, 0, 2 * 2 * 24 * 40)]

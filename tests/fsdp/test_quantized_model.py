@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import megafsdp
+from benchmarks.live_bytes import LiveBytes
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.runtime.torch_fsdp import shard_of
 from megafsdp.quantize import formats, tensor
@@ -169,6 +171,68 @@ def test_steps_make_no_tensors_and_no_formats(ranks: Ranks, recipe: str, num_ran
     ranks(num_ranks).run(_nothing_is_made, recipe, num_ranks)
 
 
+def _gathers_write_buffers_alone(recipe: str, num_ranks: int) -> None:
+    model = sharded(recipe, num_ranks)
+    layer, own = model[3], shards_of(model)["3.weight"]
+    seen: list[tuple[object, ...]] = []
+    results: list[object] = []
+    hook = type(own).fsdp_post_all_gather
+
+    def noted(self: QuantizedShard, *args: Any, **kwargs: Any) -> object:
+        result = hook(self, *args, **kwargs)
+        results.append(result if kwargs.get("out") is not None else ())
+        return result
+
+    def look(module: nn.Module, _: object) -> None:
+        weight = module.weight
+        assert not _process_groups_of(weight) and weight.recipe is own.recipe
+        others = {key: id(value) for key, value in vars(weight).items()}
+        seen.append((id(weight), weight.codes.data_ptr(), weight.table.data_ptr(), others))
+
+    layer.register_forward_pre_hook(look)
+    QuantizedShard.fsdp_post_all_gather = noted  # type: ignore[assignment, method-assign]
+    try:
+        for step in range(5):
+            # In backward the same object is filled again.
+            model(batch(step)).sum().backward()
+    finally:
+        QuantizedShard.fsdp_post_all_gather = hook  # type: ignore[method-assign]
+    assert len(seen) == 5 and all(each[0] == seen[0][0] for each in seen)
+    assert all(each[3] == seen[0][3] for each in seen), "no attribute is another object"
+    # Each of both quantized weights, in five forwards and backwards.
+    assert len(results) > 10 and results.count(()) == 2 and results.count(None) == len(results) - 2
+    assert not _process_groups_of(own) and not _process_groups_of(copy.deepcopy(own))
+
+
+def _process_groups_of(tensor: object) -> list[object]:
+    """Return the process groups among all that a tensor's attributes lead to, main weight apart."""
+    found, waiting, met = [], [v for k, v in vars(tensor).items() if k != "main"], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in met:
+            continue
+        met.add(id(each))
+        if isinstance(each, torch.distributed.ProcessGroup):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            waiting += each
+        else:
+            slots = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+            waiting += [getattr(each, name) for name in slots if hasattr(each, name)]
+            waiting += getattr(each, "__dict__", {}).values()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_ranks"), pairwise([(r, n) for r in RECIPE_NAMES for n in (1, 2)])
+)
+def test_later_gathers_write_buffers_and_return_nothing(
+    ranks: Ranks, recipe: str, num_ranks: int
+) -> None:
+    """Over five steps the weight and all its attributes are the same, without process groups."""
+    ranks(num_ranks).run(_gathers_write_buffers_alone, recipe, num_ranks)
+
+
 def _larger_values(recipe: str, num_ranks: int) -> None:
     model, alone = sharded(recipe, num_ranks), megafsdp.quantize_(new_model(), recipe)
     model(batch()), alone(batch())
@@ -292,6 +356,53 @@ def _keeps_no_shadow(recipe: str) -> None:
 def test_no_copy_in_the_old_dtype_stays(ranks: Ranks, recipe: str) -> None:
     """Torch keeps a flat alias of each parameter for good."""
     ranks(2).run(_keeps_no_shadow, recipe)
+
+
+def _live_bytes(recipe: str, num_layers: int, num_ranks: int) -> tuple[int, int, int]:
+    """Return the peak of a forward, what one keeps for backward, and the peak of that."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(num_layers)]).bfloat16()
+    megafsdp.quantize_(shard(model, mesh_of(num_ranks)), recipe)
+    x = torch.ones(32, 256, dtype=torch.bfloat16)
+    with LiveBytes() as live:
+        with torch.no_grad():
+            model(x)
+            live.peak = 0
+            model(x)
+        peak = live.peak
+        assert live.total() == 0
+        for _ in range(2):
+            output, kept = model(x), live.total()
+            live.peak = 0
+            output.sum().backward()
+            of_backward = live.peak
+            del output
+            model.zero_grad()
+            assert live.total() == 0
+    return peak, kept, of_backward
+
+
+def _bytes_by_layers(recipe: str, num_ranks: int) -> None:
+    found = {n: _live_bytes(recipe, n, num_ranks) for n in (2, 4, 8)}
+    assert found[2][0] == found[4][0] == found[8][0] > 0
+    if num_ranks > 1:
+        # When torch frees what it has exchanged depends on the other rank.
+        return
+    # Quantized inputs of each layer, and its gradient in bf16.
+    form = recipe_of(recipe).input
+    assert form is not None
+    inputs = (found[8][1] - found[4][1]) // 4
+    assert found[4][1] - found[2][1] == 2 * inputs and inputs < 2 * 32 * 256
+    gradient = 2 * 256 * 256
+    assert found[8][2] - found[4][2] == 4 * gradient
+    assert found[4][2] - found[2][2] == 2 * gradient
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_ranks"), [*((r, 1) for r in RECIPE_NAMES), ("fp8_block", 2), ("nvfp4", 2)]
+)
+def test_what_lives_does_not_grow_with_layers(ranks: Ranks, recipe: str, num_ranks: int) -> None:
+    """Nothing stays of a gather; a backward has quantized inputs and gradients besides."""
+    ranks(num_ranks).run(_bytes_by_layers, recipe, num_ranks)
 
 
 def _mixed_precision() -> None:

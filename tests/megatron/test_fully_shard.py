@@ -20,6 +20,8 @@ from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine
 from tests.ranks import Ranks
 
 Keywords = dict[str, Any]
+# What the error of fp8_param_gather says to give.
+IN_8_BITS = megafsdp.MixedPrecisionPolicy(torch.bfloat16, recipe="fp8_block")
 OWN_DTYPE = megatron.MixedPrecisionPolicy(None, torch.bfloat16, torch.float32)
 
 
@@ -89,6 +91,7 @@ def _cases(mesh: DeviceMesh) -> list[tuple[Keywords, Keywords]]:
             ),
         ),
         (TorchMixedPrecisionPolicy(torch.bfloat16), TorchMixedPrecisionPolicy(torch.bfloat16)),
+        (IN_8_BITS, IN_8_BITS),
     ]
     return [
         ({}, {}),

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.buffer.comm.trace import record_collectives
 from megafsdp.parallel.dispatch import combine, dispatch, plan_dispatch
@@ -134,6 +136,59 @@ def test_each_rank_exchanges_once_each_way(ranks: Ranks, name: str) -> None:
     """Counts, rows there and rows back; two in backward: also a rank that has nothing to send."""
     wanted = ({"all_to_all": 3}, {"all_to_all": 2})
     assert ranks(2).run(_count_exchanges, name) == [wanted, wanted]
+
+
+class _Names(TorchDispatchMode):
+    """Note the operators in the order in which they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Note and run."""
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(name: str) -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    with _Names() as noted:
+        plan_dispatch(_chosen(_CHOICES[name][group.rank()], 2), _NUM_EXPERTS, group)
+    return noted.names
+
+
+def test_copies_are_sorted_while_counts_are_exchanged(ranks: Ranks) -> None:
+    """The exchange is issued before the first sort, and read after it, by the sum of the counts."""
+    for names in ranks(2).run(_operators, "random"):
+        places = [names.index(name) for name in ("alltoall_base_", "sort", "sum")]
+        assert places == sorted(places)
+
+
+def _num_nodes(out: Tensor) -> int:
+    """Return how many nodes of the graph are functions in Python."""
+    nodes, found = [out.grad_fn], 0
+    while nodes:
+        node = nodes.pop()
+        if node is not None:
+            found += isinstance(node, BackwardCFunction)
+            nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def _nodes(name: str) -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    own = _CHOICES[name][group.rank()]
+    plan = plan_dispatch(_chosen(own, 2), _NUM_EXPERTS, group)
+    x = torch.ones(len(own), _WIDTH, requires_grad=True)
+    return _num_nodes(combine(dispatch(x, plan), plan, torch.ones(len(own), 2)))
+
+
+def test_each_way_is_one_node_of_the_graph(ranks: Ranks) -> None:
+    """Gathers and the exchange together: a node in Python costs more than a small gather."""
+    assert ranks(2).run(_nodes, "random") == [2, 2]
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from megafsdp._native import native_module
+from tests.native import compile_emulation, level
 
-
-def _levels() -> list[str]:
-    native = native_module()
-    return list(native.simd_levels()) if native else []
-
-
-@pytest.fixture(params=_levels() or [pytest.param("", marks=pytest.mark.skip("not compiled"))])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force one instruction set for the length of a test."""
-    monkeypatch.setenv("MEGAFSDP_SIMD", request.param)
-    return request.param
+__all__ = ["emulation", "level"]
 
 
 @pytest.fixture(scope="session")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile the emulation of the CUDA kernels, for emulated_cuda.py beside this file."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("emulation") / "emulation.so"
     source = Path(__file__).parent / "cuda_emulation.cpp"
-    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=300)
-    return library
+    return compile_emulation(source, tmp_path_factory.mktemp("emulation"))

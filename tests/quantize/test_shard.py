@@ -289,7 +289,7 @@ def test_payloads_of_other_versions_and_damaged_ones_are_refused() -> None:
 
 
 def test_a_newer_payload_leaves_the_target_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As read from a file."""
+    """As read from a file; and a file that was cut short."""
     with monkeypatch.context() as patched:
         patched.setattr(shard_file, "_PAYLOAD_VERSION", 2)
         data = _saved(made("nvfp4", 1))
@@ -297,6 +297,8 @@ def test_a_newer_payload_leaves_the_target_as_it_is(monkeypatch: pytest.MonkeyPa
     before = target.clone()
     with pytest.raises(ValueError, match="or with a newer one"):
         target.copy_(torch.load(io.BytesIO(data), weights_only=True))
+    with pytest.raises((RuntimeError, ValueError), match=r"central directory|seek"):
+        target.copy_(torch.load(io.BytesIO(data[: len(data) // 2]), weights_only=True))
     assert isinstance(before, QuantizedShard) and _same_bytes(target, before)
 
 

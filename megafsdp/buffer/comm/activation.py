@@ -2,8 +2,9 @@
 
 They go through collectives.py, so they are counted, labelled and profiled as those of buffers are,
 and a reduce-scatter on gloo is an exchange and a sum in fp32 or wider. This file adds the shapes.
-Every function returns when its result may be read, and does nothing in a group of one rank. Which
-one is whose gradient is decided by megafsdp/parallel/mappings.py.
+A function returns when its result may be read, unless its name says that it starts something, and
+does nothing in a group of one rank. Which one is whose gradient is decided by
+megafsdp/parallel/mappings.py.
 """
 
 from __future__ import annotations
@@ -99,12 +100,26 @@ def exchange_rows(
         group: The ranks.
         label: What for, for counters and profilers.
     """
+    output, pending = start_exchange(rows, received, sent, group=group, label=label)
+    pending.wait()
+    return output
+
+
+def start_exchange(
+    rows: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+    label: str,
+) -> tuple[torch.Tensor, collectives.Pending]:
+    """Issue :func:`exchange_rows`; the rows may be read after the wait of what is beside them."""
     if group.size() == 1:
-        return rows
+        return rows, collectives.Pending()
     output = rows.new_empty((sum(received), *rows.shape[1:]))
     numel = math.prod(rows.shape[1:])
     splits = [numel * num for num in received], [numel * num for num in sent]
     with profiler_range("all_to_all", label):
         flat = rows.contiguous().view(-1)
-        collectives.all_to_all(output.view(-1), flat, splits, group, label)
-    return output
+        pending = collectives.start_all_to_all(output.view(-1), flat, splits, group, label)
+    return output, pending

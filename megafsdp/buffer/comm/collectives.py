@@ -211,8 +211,10 @@ def _gather_on_gloo(
 
 
 def _swap(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    splits = [0 if r == group.rank() else received.numel() for r in range(2)]
-    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+    other = 1 - group.rank()
+    outs = [received.numel() * (r == other) for r in range(2)]
+    pieces = [sent.numel() * (r == other) for r in range(2)]
+    return dist.all_to_all_single(received, sent, outs, pieces, group=group, async_op=True)
 
 
 def reduce_scatter(
@@ -278,12 +280,27 @@ def all_to_all(
 
     Returns when ``output`` may be read. ``splits``: elements received from each, sent to each rank.
     """
+    start_all_to_all(output, source, splits, group, label).wait()
+
+
+def start_all_to_all(
+    output: torch.Tensor, source: torch.Tensor, splits: Splits, group: dist.ProcessGroup, label: str
+) -> Pending:
+    """Issue :func:`all_to_all`; ``output`` may be read after the result's ``wait()``."""
     if _is_alone(group):
         output.copy_(source)
-        return
+        return Pending()
     _count(_UNEVEN, label, source.numel() * source.element_size(), group)
     received, sent = map(list, splits)
-    dist.all_to_all_single(output, source, received, sent, group=group)
+    if group.size() == 2 and is_gloo(group, output.device):
+        rank = group.rank()
+        outs, pieces = output.split(received), source.split(sent)
+        work = _swap(outs[1 - rank], pieces[1 - rank], group)
+        # Copied here while the other piece travels: gloo would copy it first.
+        outs[rank].copy_(pieces[rank])
+    else:
+        work = dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+    return Pending([work])
 
 
 def _writing(

@@ -246,6 +246,7 @@ class GradientReducer:
                     parts[i].zero_()
                 target.zero_gaps()
             dtype = self._buffers.dtypes.compute
+            # Written when the reduction ends: an error before leaves the sum as it was.
             flat = [grad.reshape(-1).to(dtype) for grad in grads]
         if not outputs:
             return Pending()

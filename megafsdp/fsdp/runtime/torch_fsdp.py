@@ -80,6 +80,7 @@ def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
 
 
 def _layout_of(shard: QuantizedShard, weight: MainWeight) -> Layout:
+    # A load may have brought other memory for the main weight, never another shape.
     layout, values = weight.layout, weight.values
     if layout is None or layout.values is not values:
         form, shape = shard.recipe.weight, weight.shape
@@ -123,6 +124,7 @@ def write_full_values(tensor: DTensor, full: torch.Tensor) -> bool:
 class _Encoding:
     """One weight within one encoding of many."""
 
+    # One a parameter and step: plain attributes cost as much as all that is done with them.
     __slots__ = ("format", "layout", "maxima", "num_pending", "pending", "shard", "weight")
 
     def __init__(self, shard: QuantizedShard) -> None:
@@ -197,6 +199,7 @@ def _encode_together(
         each.take_part(part)
     delayed = _delayed(every)
     if has_recorded and delayed:
+        # In one call: an operator for each parameter takes longer than its two numbers.
         recorded = [state.pending() for _, state in delayed]
         torch._foreach_copy_([each.pending for each, _ in delayed], recorded)
     by_format: dict[WeightFormat, list[_Encoding]] = {}
@@ -235,6 +238,7 @@ def _roll(delayed: Sequence[tuple[_Encoding, DelayedState]]) -> None:
         [each.maxima for each, _ in delayed],
         [each.pending for each, _ in delayed],
     )
+    # What the histories give, which is the newest maximum of the first step alone.
     for each, state in delayed:
         each.maxima = state.weight_maximum()
 
@@ -246,6 +250,7 @@ def _combine_recorded(every: Sequence[_Encoding]) -> None:
         if each.weight.recorded_groups:
             by_groups.setdefault(each.weight.recorded_groups, []).append(each.pending)
     for groups, parts in by_groups.items():
+        # Beside the maxima of weights, which would travel to ranks that have equal ones.
         combined = torch.cat(parts)
         for process_group in groups:
             take_largest(combined, process_group)

@@ -7,8 +7,9 @@ one is logarithmic. Data stand beside a specification, as columns.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ NUM_COLOURS = 8
 _ROW = re.compile(r"\brow\b")
 # Points of a curve that are drawn as dots; more would hide the line.
 _MAX_DOTS = 40
+# Rows of symbols above each other, one a run.
+_MAX_MARK_ROWS = 4
 _MARK_SHAPES = {"saved": "triangle-up", "skipped": "cross"}
 
 
@@ -121,11 +124,12 @@ def curve_chart(
         "type": "quantitative",
         "scale": scale,
         "title": y_title or None,
-        "axis": {"labelExpr": f"format(datum.value, '{_axis_format(metric)}')"},
+        # The format of small numbers writes 0 as 0.0e+0.
+        "axis": {"labelExpr": f"datum.value ? format(datum.value, '{_axis_format(metric)}') : '0'"},
     }
     curve_layers = _curve_layers(metric, parts.curves, x, y, colour)
     marks = _shown_marks(parts)
-    layers = [*_mark_layers(x, colour, {mark.kind for mark in marks}), *curve_layers]
+    layers = [*_mark_layers(x, colour, marks, parts.runs), *curve_layers]
     data = {"curves": _curve_columns(parts.curves)}
     if marks:
         data["marks"] = _mark_columns(marks)
@@ -216,8 +220,11 @@ def _curve_layers(
     return [line, points]
 
 
-def _mark_layers(x: Spec, colour: Spec, kinds: Collection[str]) -> list[Spec]:
+def _mark_layers(x: Spec, colour: Spec, marks: Sequence[Mark], runs: Sequence[str]) -> list[Spec]:
     """Return a layer of lines for resumes and one of symbols for the rest, if there are any."""
+    kinds = {mark.kind for mark in marks}
+    # Runs often save at the same steps.
+    row = f"indexof({json.dumps(list(runs))}, datum.run) % {_MAX_MARK_ROWS}"
     shown = tooltip({"run": "row.run", "event": "row.text"})
     known: list[Spec] = [{"filter": "isValid(datum['@x'])"}]
     resumed = {
@@ -235,7 +242,7 @@ def _mark_layers(x: Spec, colour: Spec, kinds: Collection[str]) -> list[Spec]:
         "mark": {"type": "point", "filled": True, "size": 55, "opacity": 0.9},
         "encoding": {
             "x": x,
-            "y": {"value": {"expr": "height - 6"}},
+            "y": {"value": {"expr": f"height - 6 - 10 * ({row})"}},
             "shape": {
                 "field": "kind",
                 "type": "nominal",

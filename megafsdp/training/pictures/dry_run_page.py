@@ -33,8 +33,9 @@ _CATEGORY_COLOURS = {
     Category.MAIN_GRAD: "t3",
     Category.PARTIAL_GRAD: "t6",
 }
-# Pixels beside both charts of a step, so that one stands exactly below the other.
-_LANE_NAMES = {"minExtent": 84, "maxExtent": 84}
+# Pixels beside both charts of a step, so that one stands exactly below the other: those of the
+# longest label, which is cut in wider fonts, and of a tick.
+_LANE_NAMES = {"labelLimit": 84, "minExtent": 94, "maxExtent": 94}
 
 
 def write_dry_run(report: DryRunReport, path: Path) -> int:
@@ -61,10 +62,9 @@ def dry_run_page(report: DryRunReport) -> Page:
         "<p>A row is one shard, a column one element of it; rows of tensors are never cut. "
         "Stripes are padding.</p>",
         f'<div class="grid">{"".join(card for _, card in layouts)}</div>',
-        _memory_table(report),
-        _traffic_table(report),
-        f'<p class="caption">GB are 10<sup>9</sup> bytes. {html.escape(report.left_out)} are not'
-        " counted.</p>",
+        f'<div class="grid">{_memory_table(report)}{_traffic_table(report)}</div>',
+        '<p class="caption">GB are 10<sup>9</sup> bytes. Not counted:'
+        f" {html.escape(report.left_out)}.</p>",
     ]
     charts = [memory, timeline, *(chart for chart, _ in layouts)]
     lead = f'<p class="lead">{html.escape(first)}</p><p class="lead">{html.escape(second)}</p>'
@@ -173,7 +173,8 @@ def _hover_point(x: Spec, texts: dict[str, str], scale: float) -> Spec:
         "name": "hover",
         "data": {"name": "levels"},
         "params": [hover],
-        "mark": {"type": "point", "filled": True, "color": "var(--ink)", "size": 40},
+        # A point beyond the edge would make this chart narrower than the one below.
+        "mark": {"type": "point", "filled": True, "color": "var(--ink)", "size": 40, "clip": True},
         "transform": [{"calculate": f"datum.total / {scale:g}", "as": "shown"}],
         "encoding": {
             "x": x,
@@ -275,7 +276,7 @@ def timeline_chart(picture: StepPicture, units: Sequence[DistinctUnit]) -> Chart
     data |= _cut_data(picture)
     caption = (
         "A gather stands beside what is computed while it is under way, a reduction beside the next"
-        " backward. Forwards are paler than backwards. The order is the engine's, widths are no"
+        " backward. Forwards are fainter than backwards. The order is the engine's, widths are no"
         " times."
     )
     spec = {"layer": [*layers, *_cut_layer(picture)]}
@@ -396,7 +397,7 @@ def _layout_caption(group: PlannedGroup) -> str:
     where = " Main weights and states are on the host." if group.is_offloaded else ""
     return (
         f"{len(layout.slots):,} tensors in {dtype}, {layout.num_shards:,} shards of"
-        f" {layout.shard_numel:,} elements{cut}; padding {share:.2f} %.{where}"
+        f" {layout.shard_numel:,} elements{cut}; padding {share:.2f}\u00a0%.{where}"
     )
 
 
@@ -446,8 +447,8 @@ def _memory_table(report: DryRunReport) -> str:
     if report.host.total:
         rows.append(("on the host, at most", report.host.total, report.host.total))
     cells = [[name, _size(at_rest), _size(top)] for name, at_rest, top in rows]
-    head = ["memory of a rank", "between steps", "peak"]
-    return "<h2>Memory of a rank</h2>" + table(head, cells, numbers=[1, 2])
+    head = ["category", "between steps", "peak"]
+    return f"<section><h2>Memory of a rank</h2>{table(head, cells, numbers=[1, 2])}</section>"
 
 
 def _traffic_table(report: DryRunReport) -> str:
@@ -457,8 +458,8 @@ def _traffic_table(report: DryRunReport) -> str:
     ]
     if not rows:
         return ""
-    head = ["collectives of a step", "calls", "full size"]
-    return "<h2>Collectives of a step</h2>" + table(head, rows, numbers=[1, 2])
+    head = ["collective", "calls", "full size"]
+    return f"<section><h2>Collectives of a step</h2>{table(head, rows, numbers=[1, 2])}</section>"
 
 
 def _scale(nbytes: int) -> tuple[float, str]:

@@ -216,9 +216,15 @@ def _summary(runs: Sequence[RunFolder]) -> str:
             for name, (value, unit) in columns[0].items()
         )
         return f'<dl class="tiles">{tiles}</dl>'
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    cells = [[" ".join(c[name]) if name in c else _ABSENT for c in columns] for name in names]
-    rows = [[name, *row] for name, row in zip(names, cells, strict=True)]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        found = [column.get(name, (_ABSENT, "")) for column in columns]
+        units = {unit for value, unit in found if value != _ABSENT}
+        if len(units) == 1 and (unit := units.pop()):
+            # Beside the name, where a narrow window has room for it.
+            rows.append([f"{name}, {unit}", *(value for value, _ in found)])
+        else:
+            rows.append([name, *(f"{value} {unit}".rstrip() for value, unit in found)])
     return table(["", *(run.name for run in runs)], rows, numbers=range(1, len(runs) + 1))
 
 

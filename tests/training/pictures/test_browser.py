@@ -52,8 +52,15 @@ _OVERFLOW = """() => {
   const width = document.documentElement.clientWidth;
   const wide = [...document.querySelectorAll(".card, .chart, .chart > svg, header, .bar, .tiles")]
     .filter(each => each.getBoundingClientRect().right > width + 1).length;
-  return [document.documentElement.scrollWidth - width, wide];
+  const tables = [...document.querySelectorAll(".scroll")];
+  const cut = tables.filter(each => each.scrollWidth > each.clientWidth).length;
+  return [document.documentElement.scrollWidth - width, wide, cut];
 }"""
+# Left and right edges of the frames of two charts.
+_EDGES = """keys => keys.map(key => {
+  const box = document.querySelector(`#chart-${key} .background`).getBoundingClientRect();
+  return [box.left, box.right];
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +95,7 @@ def overlaid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = write_run(
         folder / "short",
         [step_row(i, loss=6.0 / i) for i in range(1, 6)],
+        events=[{"event": "saved", "step": 4, "elapsed_s": 8.0}],
         config=tiny(folder, optimizer={"lr": 0.5}),
         tail='{"step": 6, "lo',
     )
@@ -181,7 +189,14 @@ def test_runs_lie_over_each_other(browser: Browser, overlaid: Path) -> None:
         paths = found.read(lines + ".map(p => p.getAttribute('d'))")
         assert sorted(path.count("M") for path in paths) == [1, 2]
         marks = found.read('() => megafsdpPage.views.loss.data("marks").map(m => m.kind)')
-        assert marks == ["resumed", "skipped", "saved"]
+        assert marks == ["resumed", "skipped", "saved", "saved"]
+        places = found.read(
+            "() => [...document.querySelectorAll('#chart-loss .mark-symbol path')]"
+            ".map(p => p.__data__).filter(i => i.datum && i.datum.kind === 'saved')"
+            ".map(i => [i.datum.run, i.y])"
+        )
+        # Below each other: both runs saved at the same step.
+        assert dict(places)["long"] - dict(places)["short"] == pytest.approx(10)
         found.press("run", "short")
         assert {d["run"] for d in found.read(_DRAWN, "loss")} == {"long"}
         found.press("run", "short")
@@ -236,11 +251,11 @@ def test_nothing_is_wider_than_the_window(
     """On a phone and on a desk; also after the window has changed."""
     for path in (overlaid, large[1]):
         with opened(browser, path, size=size) as found:
-            assert found.read(_OVERFLOW) == [0, 0]
+            assert found.read(_OVERFLOW) == [0, 0, 0]
             other = NARROW if size == WIDE else WIDE
             found.page.set_viewport_size({"width": other[0], "height": other[1]})
             found.page.wait_for_timeout(300)
-            assert found.read(_OVERFLOW) == [0, 0]
+            assert found.read(_OVERFLOW) == [0, 0, 0]
             _assert_quiet(found)
 
 
@@ -253,7 +268,7 @@ def test_paper_is_light_and_without_switches(browser: Browser, trained: Path) ->
         assert found.read(_COLOURS)[0] == "rgb(255, 255, 255)"
         assert not found.page.is_visible('button[data-axis="step"]')
         assert found.page.is_visible("details pre")
-        assert found.read(_OVERFLOW) == [0, 0]
+        assert found.read(_OVERFLOW) == [0, 0, 0]
         assert found.page.pdf(format="A4").startswith(b"%PDF")
         found.read("() => window.dispatchEvent(new Event('afterprint'))")
         found.page.emulate_media(media="screen")
@@ -317,6 +332,9 @@ def test_a_dry_run_is_drawn_to_scale(browser: Browser, large: tuple[DryRunReport
             assert stripes == ({'url("#hatch")'} if group.layout.padding_numel else set())
         totals = found.read('() => megafsdpPage.views.memory.data("levels").map(l => l.total)')
         assert max(totals) == report.footprint.peak_total
+        edges = found.read(_EDGES, ["memory", "timeline"])
+        # One stands below the other, but for the width of a stroke.
+        assert edges[0] == pytest.approx(edges[1], abs=1)
         lanes = found.read('() => megafsdpPage.views.timeline.data("bars").map(b => b.lane)')
         assert set(lanes) == {"gather", "compute", "reduce-scatter", "all-reduce"}
         assert "Fits in 80 GB: yes" in found.page.inner_text("main")

@@ -116,6 +116,22 @@ def test_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
     assert "No setting differs." in _text(same)
 
 
+def test_figures_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    """A unit that they share stands in the name of the row, another beside each value."""
+    folders = []
+    for name, length, values in (("a", 10, {"num_skipped": 1}), ("b", 20, {"loss": 1.5})):
+        start = {"event": "started", "step": 0, "num_ranks": 1, "num_steps": length}
+        row = step_row(2) | values
+        folders.append(write_run(tmp_path / name, [row], events=[start]))
+    text = _text(report_page(read_runs(folders)))
+    table = text[text.index("<table>") : text.index("</table>")]
+    found = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in table.split("<tr>")[1:]]
+    assert found[0] == ["", "a", "b"]
+    assert ["step", "2 of 10", "2 of 20"] in found
+    assert ["training loss, nats a token", f"{step_row(2)['loss']:.4f}", "1.5000"] in found
+    assert ["skipped steps", "1", "-"] in found
+
+
 def _copy(folder: Path) -> Path:
     other = folder.with_name("copy")
     other.mkdir()

@@ -1,0 +1,63 @@
+"""Settings of the bridged libraries that are not translated: refused by name, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megafsdp.errors import expected
+
+_ONE_ENGINE = "Leave it out, and start by torchrun or a plain accelerate launch"
+
+# The values that are translated, and what to do instead of the others.
+_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    # accelerate's plugin, and what stands beside it.
+    "fsdp_version": (
+        (2,),
+        "Give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or set it by accelerate "
+        "config",
+    ),
+    "auto_wrap_policy": (
+        (None, "transformer_auto_wrap_policy"),
+        "Use TRANSFORMER_BASED_WRAP with transformer_cls_names_to_wrap, or NO_WRAP",
+    ),
+    "activation_checkpointing": (
+        (False,),
+        "Call model.gradient_checkpointing_enable() before prepare()",
+    ),
+    "cpu_ram_efficient_loading": (
+        (False,),
+        "Build the model on the meta device, and after prepare() call megafsdp.checkpoint."
+        "import_hf(), in which each rank reads its own rows",
+    ),
+    "dynamo_backend": (("NO",), "Compile the layers by layer.compile() before prepare()"),
+    # Arguments of a Trainer, of transformers and of Lightning.
+    "fp16": (
+        (False,),
+        "Use bf16=True, or a loop of your own with megafsdp.LossScaler in place of torch's "
+        "GradScaler",
+    ),
+    "fsdp": ((False,), _ONE_ENGINE),
+    "deepspeed": ((False,), _ONE_ENGINE),
+    "gradient_clip_algorithm": (
+        (None, "norm"),
+        "Override configure_gradient_clipping() with torch.nn.utils.clip_grad_value_()",
+    ),
+    # Ray's storage.
+    "file system of storage_path": (
+        ("local",),
+        "Use a folder that all workers mount, and copy finished checkpoints elsewhere",
+    ),
+}
+
+
+def check_settings(given: Mapping[str, object], where: str) -> None:
+    """Check that settings of a library ask for nothing that its bridge does not translate.
+
+    Raises:
+        NotImplementedError: One does; the error says what to do.
+    """
+    for name, value in given.items():
+        accepted, hint = _ONLY[name]
+        if value not in accepted:
+            what = f"{name} to be {' or '.join(map(repr, accepted))}"
+            raise NotImplementedError(expected(what, repr(value), where=where, hint=hint))
