@@ -4,7 +4,8 @@ The same model, batches, AdamW(fused=True) and clipping on both sides, in the sa
 blocks of a few steps that alternate, so that both meet the same neighbours on the machine. The
 first step of a block is dropped, and so are the first blocks. The figure is the ratio of medians,
 ours over FSDP2's. Bytes are counted on each side in turn with the other side gone. A further row is
-our engine with our optimizer, FusedAdam, which clips within its step.
+our engine with our optimizer, FusedAdam, which clips within its step. With ``--recipe`` the sides
+are others: quantized_step.py.
 """
 
 from __future__ import annotations
@@ -13,74 +14,38 @@ import argparse
 import gc
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-import megafsdp
-from benchmarks import host_time
+from benchmarks import host_time, quantized_step
+from benchmarks.gpt_step import PHASES, Shape, Side, build, draw_batches, run_step
 from benchmarks.launch import device_type, launch
 from benchmarks.memory import peak_nbytes, resting_nbytes
 from benchmarks.record import CheckError, spread
 from megafsdp.buffer.comm.agreement import raise_together
-from megafsdp.models import build_model, presets
-from megafsdp.models.common import TransformerLayer
+from megafsdp.quantize.recipes import RECIPE_NAMES
 
 SIDES = ("megafsdp", "fsdp2")
 WITH_FUSED_ADAM = "megafsdp_fused_adam"
 _TIMED = (*SIDES, WITH_FUSED_ADAM)
-_PHASES = ("forward", "backward", "optimizer")
 _WARM_UP_BLOCKS = 2
 _STEPS_A_BLOCK = 4
 _CHECKED_STEPS = 5
-_MAX_NORM = 1.0
 _HOST_STEPS = 4
 _LEAST_SCALE = 1e-6
 # Of gradients relative to the largest element of the tensor, and of losses. Two ranks on CPUs give
 # equal gradients; the norm that clips is summed in another order, and sums of more ranks and atomic
 # additions on GPUs are too: a few units in the last place of each dtype.
 _TOLERANCES = {"fp32": 2e-5, "bf16": 1e-2}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is trained.
-
-    Attributes:
-        layers: Number of layers.
-        hidden: Hidden size; 8 heads, feed-forward 4 times as wide.
-        sequence: Tokens a row.
-        batch: Rows a rank.
-        vocabulary: Number of tokens.
-        dtype: ``fp32``, or ``bf16`` compute with fp32 main weights and sums.
-    """
-
-    layers: int
-    hidden: int
-    sequence: int
-    batch: int
-    vocabulary: int
-    dtype: str
-
-
-@dataclass
-class Side:
-    """One engine with its model and optimizer."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    clip: Callable[..., object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--tolerance", type=float, help="of the check; default: by dtype")
+    parser.add_argument(
+        "--recipe",
+        nargs="+",
+        choices=RECIPE_NAMES,
+        default=[],
+        help="compare steps of quantized weights with those of bf16 instead",
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -105,12 +77,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     num_ranks = options.ranks or (1 if torch.cuda.device_count() == 1 else 2)
     results: dict[str, object] = {"num_ranks": num_ranks, "device": device_type(num_ranks)}
     for layers, hidden in zip(options.layers, options.hidden, strict=True):
-        for dtype in options.dtypes:
+        # Recipes are compared with bf16, which they decode to.
+        for dtype in ["bf16"] if options.recipe else options.dtypes:
             shape = Shape(
                 layers, hidden, options.sequence, options.batch, options.vocabulary, dtype
             )
             tolerance = _TOLERANCES[dtype] if options.tolerance is None else options.tolerance
-            measured = launch(_measure, shape, options.repeats, tolerance, num_ranks=num_ranks)
+            of_recipes = partial(quantized_step.measure, recipes=tuple(options.recipe))
+            measure = of_recipes if options.recipe else _measure
+            measured = launch(measure, shape, options.repeats, tolerance, num_ranks=num_ranks)
             assert isinstance(measured, dict)
             results[f"{layers}x{hidden} {dtype}"] = {"shape": asdict(shape), **measured}
     return results
@@ -121,14 +96,15 @@ def describe(results: dict[str, object]) -> str:
     lines = [f"{results['num_ranks']} ranks on {results['device']}, megafsdp / FSDP2"]
     for name, case in results.items():
         if isinstance(case, dict):
-            lines += _describe_case(name, case)
+            is_of_recipes = "ratio_to_bf16" in case
+            lines += (quantized_step.describe if is_of_recipes else _describe_case)(name, case)
     return "\n".join(lines)
 
 
 def _describe_case(name: str, case: dict[str, Any]) -> list[str]:
     host, (low, high) = case["host"], case["ratio_range"]
     share = host["share_of_collective_time_not_waited_for"]
-    phases = ", ".join(f"{phase} {_both(case['phases_ms'], phase)}" for phase in _PHASES)
+    phases = ", ".join(f"{phase} {_both(case['phases_ms'], phase)}" for phase in PHASES)
     return [
         f"{name}: {_both(case['step_ms'], 'median')} ms, ratio {case['ratio']:.3f} "
         f"({low:.3f} to {high:.3f} in {case['repeats']} blocks)",
@@ -152,84 +128,8 @@ def _both(values: dict[str, Any], key: str = "", *, unit: float = 1.0) -> str:
 
 
 def _build(shape: Shape, side: str) -> Side:
-    config = type(presets["gpt-toy"])(
-        architecture="gpt",
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=8,
-        num_query_groups=8,
-        head_dim=shape.hidden // 8,
-        ffn_hidden_size=4 * shape.hidden,
-        vocab_size=shape.vocabulary,
-        max_sequence_length=shape.sequence,
-        tie_embeddings=False,
-    )
-    with torch.device(device_type(dist.get_world_size())):
-        model = build_model(config, seed=0)
-    layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
-    param_dtype = torch.bfloat16 if shape.dtype == "bf16" else None
-    is_ours = side != "fsdp2"
-    if is_ours:
-        policy = megafsdp.MixedPrecisionPolicy(param_dtype, torch.float32)
-        for module in layers:
-            # As FSDP2 does by default; ours would keep the last layer for backward.
-            megafsdp.fully_shard(module, mp_policy=policy, reshard_after_forward=True)
-        megafsdp.fully_shard(model, mp_policy=policy)
-    else:
-        reduce_dtype = torch.float32 if param_dtype else None
-        torch_policy = TorchMixedPrecisionPolicy(param_dtype, reduce_dtype)
-        for module in [*layers, model]:
-            torch_fully_shard(module, mp_policy=torch_policy)
-    if side == WITH_FUSED_ADAM:
-        adam = megafsdp.FusedAdam(
-            model.parameters(), eps=1e-5, weight_decay=1e-2, max_grad_norm=_MAX_NORM
-        )
-        return Side(model, adam, lambda *_: None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
-    return Side(model, optimizer, megafsdp.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_)
-
-
-def _batches(shape: Shape, num: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    size = (shape.batch, shape.sequence + 1)
-    device = device_type(dist.get_world_size())
-    return [
-        torch.randint(0, shape.vocabulary, size, generator=generator).to(device) for _ in range(num)
-    ]
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _step(side: Side, tokens: torch.Tensor) -> dict[str, float]:
-    """Run one step; return its milliseconds, those of its phases, and its loss.
-
-    ``processor`` is what all threads of the process computed, which busy neighbours on the machine
-    hardly change.
-    """
-    _synchronize()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    loss = side.model(tokens[:, :-1], tokens[:, 1:])
-    _synchronize()
-    forward = time.perf_counter()
-    loss.backward()
-    _synchronize()
-    backward = time.perf_counter()
-    side.clip(side.model.parameters(), _MAX_NORM)
-    side.optimizer.step()
-    side.optimizer.zero_grad()
-    _synchronize()
-    end, cpu_end = time.perf_counter(), time.process_time()
-    return {
-        "step": 1e3 * (end - start),
-        "processor": 1e3 * (cpu_end - cpu_start),
-        "forward": 1e3 * (forward - start),
-        "backward": 1e3 * (backward - forward),
-        "optimizer": 1e3 * (end - backward),
-        "loss": loss.item(),
-    }
+    engine = "fsdp2" if side == "fsdp2" else "megafsdp"
+    return build(shape, engine, has_fused_adam=side == WITH_FUSED_ADAM)
 
 
 def _check(shape: Shape, tolerance: float) -> dict[str, float]:
@@ -239,7 +139,7 @@ def _check(shape: Shape, tolerance: float) -> dict[str, float]:
         CheckError: The sides differ by more than the tolerance; raised on all ranks alike.
     """
     sides = {name: _build(shape, name) for name in _TIMED}
-    batches = _batches(shape, _CHECKED_STEPS)
+    batches = draw_batches(shape, _CHECKED_STEPS)
     for side in sides.values():
         side.model(batches[0][:, :-1], batches[0][:, 1:]).backward()
     differences = {}
@@ -252,7 +152,7 @@ def _check(shape: Shape, tolerance: float) -> dict[str, float]:
     for side in sides.values():
         side.optimizer.zero_grad()
     for number, batch in enumerate(batches, 1):
-        losses = [_step(side, batch)["loss"] for side in sides.values()]
+        losses = [run_step(side, batch)["loss"] for side in sides.values()]
         differences[f"loss of step {number}"] = max(losses) - min(losses)
     # A NaN is the worst of all, and max() would pass over it.
     worst = max(
@@ -298,11 +198,11 @@ def _measure(shape: Shape, repeats: int, tolerance: float) -> dict[str, object]:
     check = _check(shape, tolerance)
     timed = _time_both(shape, repeats)
     nbytes = {name: _measure_bytes(shape, name) for name in SIDES}
-    tokens = _batches(shape, 1)[0]
+    tokens = draw_batches(shape, 1)[0]
 
     def build() -> Callable[[], object]:
         side = _build(shape, SIDES[0])
-        return lambda: _step(side, tokens)
+        return lambda: run_step(side, tokens)
 
     host = host_time.measure(build, num_units=shape.layers + 1, num_steps=_HOST_STEPS)
     return {"check": check, **timed, "bytes": nbytes, "host": host}
@@ -310,14 +210,14 @@ def _measure(shape: Shape, repeats: int, tolerance: float) -> dict[str, object]:
 
 def _time_both(shape: Shape, repeats: int) -> dict[str, object]:
     sides = {name: _build(shape, name) for name in _TIMED}
-    batches = _batches(shape, _STEPS_A_BLOCK)
-    first_step_ms = {name: _step(sides[name], batches[0])["step"] for name in _TIMED}
+    batches = draw_batches(shape, _STEPS_A_BLOCK)
+    first_step_ms = {name: run_step(sides[name], batches[0])["step"] for name in _TIMED}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in _TIMED}
     block_ms: dict[str, list[float]] = {name: [] for name in _TIMED}
     for block in range(_WARM_UP_BLOCKS + repeats):
         for name in _TIMED if block % 2 else reversed(_TIMED):
             dist.barrier()
-            steps = [_step(sides[name], tokens) for tokens in batches][1:]
+            steps = [run_step(sides[name], tokens) for tokens in batches][1:]
             if block >= _WARM_UP_BLOCKS:
                 times[name] += steps
                 block_ms[name].append(statistics.median(step["step"] for step in steps))
@@ -329,7 +229,7 @@ def _time_both(shape: Shape, repeats: int) -> dict[str, object]:
         "repeats": repeats,
         "step_ms": step_ms,
         "phases_ms": {
-            name: {p: statistics.median(step[p] for step in times[name]) for p in _PHASES}
+            name: {p: statistics.median(step[p] for step in times[name]) for p in PHASES}
             for name in _TIMED
         },
         "processor_ms": {
@@ -345,18 +245,18 @@ def _time_both(shape: Shape, repeats: int) -> dict[str, object]:
 
 def _count_collectives(side: Side, tokens: torch.Tensor) -> dict[str, dict[str, int]]:
     with _CountCollectives() as counted:
-        _step(side, tokens)
+        run_step(side, tokens)
     return {"calls": dict(counted.calls), "nbytes": dict(counted.nbytes)}
 
 
 def _measure_bytes(shape: Shape, name: str) -> dict[str, int]:
     """Return the bytes of one side at rest, and at the peak of a step, all that is alive."""
-    tokens = _batches(shape, 1)[0]
+    tokens = draw_batches(shape, 1)[0]
     gc.collect()
     foreign = resting_nbytes()
     side = _build(shape, name)
     for _ in range(_STEPS_A_BLOCK):
-        _step(side, tokens)
+        run_step(side, tokens)
     resting = resting_nbytes() - foreign
-    above = peak_nbytes(lambda: _step(side, tokens))
+    above = peak_nbytes(lambda: run_step(side, tokens))
     return {"resting": resting, "peak_above_resting": above, "peak": resting + above}

@@ -66,17 +66,22 @@ SUB_PACKAGES: dict[str, frozenset[str]] = {
     "optimizer.offload": frozenset({"optimizer.kernels", "optimizer.states", "optimizer.adam"}),
     "checkpoint": frozenset(
         {"checkpoint.format", "checkpoint.state", "checkpoint.background", "checkpoint.tools"}
+        | {"checkpoint.storage"}
         # convert() reads and writes Megatron-LM's checkpoints.
         | {"checkpoint.megatron"}
     ),
-    "checkpoint.format": frozenset(),
+    "checkpoint.storage": frozenset(),
+    "checkpoint.format": frozenset({"checkpoint.storage"}),
     "checkpoint.state": frozenset({"checkpoint.format"}),
-    "checkpoint.background": frozenset({"checkpoint.format"}),
-    "checkpoint.tools": frozenset({"checkpoint.format", "checkpoint.state"}),
+    "checkpoint.background": frozenset({"checkpoint.format", "checkpoint.storage"}),
+    "checkpoint.tools": frozenset({"checkpoint.format", "checkpoint.state", "checkpoint.storage"}),
     "checkpoint.huggingface": frozenset(
         {"checkpoint.format", "checkpoint.state", "checkpoint.background", "checkpoint.tools"}
+        | {"checkpoint.storage"}
     ),
-    "checkpoint.megatron": frozenset({"checkpoint.format", "checkpoint.state", "checkpoint.tools"}),
+    "checkpoint.megatron": frozenset(
+        {"checkpoint.format", "checkpoint.state", "checkpoint.tools", "checkpoint.storage"}
+    ),
     "training": frozenset(
         {"training.config", "training.process", "training.step", "training.metrics"}
     ),
@@ -154,6 +159,8 @@ LAZY_PACKAGES = frozenset(
     | {"vl_convert"}
     # Kernels of linear attention on CUDA.
     | {"fla", "causal_conv1d"}
+    # Drivers of object stores.
+    | {"fsspec"}
 )
 
 COLLECTIVE_STEMS = (

@@ -10,10 +10,12 @@ from megafsdp.checkpoint.huggingface.export import export_hf
 from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
+from megafsdp.checkpoint.storage.store_path import StorePath
 
 __all__ = [
     "AppState",
     "PendingSave",
+    "StorePath",
     "async_save",
     "export_hf",
     "export_hf_checkpoint",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -34,6 +33,7 @@ from megafsdp.checkpoint.save import (
     begin_save,
     finish_save,
 )
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.errors import expected
 
 
@@ -129,7 +129,7 @@ def _stage(begun: BegunSave) -> Staging:
     return staging
 
 
-def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception | None) -> Path:
+def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception | None) -> Location:
     """Write what was begun, unless this rank has no copies; collective, in the thread."""
     begun.error = begun.error or error
     return finish_save(begun, group)

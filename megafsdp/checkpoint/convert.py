@@ -16,6 +16,7 @@ from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import DCP_METADATA_FILE, MANIFEST_FILE
 from megafsdp.checkpoint.megatron.exporter import to_megatron
 from megafsdp.checkpoint.megatron.importer import from_megatron
+from megafsdp.checkpoint.storage.locations import Location, is_folder, location_of
 from megafsdp.checkpoint.tools.torch_file import from_torch, to_torch
 from megafsdp.errors import CheckpointError
 
@@ -41,14 +42,11 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
     Raises:
         CheckpointError: It is none.
     """
-    path = Path(source)
-    if path.is_file():
+    path = location_of(source)
+    if isinstance(path, Path) and path.is_file():
         return Format.TORCH
     places = [path]
-    if (
-        path.is_dir()
-        and (chosen := save_root.latest_step(path) if step is None else step) is not None
-    ):
+    if (chosen := save_root.latest_step(path) if step is None else step) is not None:
         places.append(save_root.step_directory(path, chosen))
     for place in places:
         if (place / MANIFEST_FILE).is_file():
@@ -57,7 +55,7 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
             return Format.NVIDIA
     raise CheckpointError.expected(
         f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
-        "a directory with neither" if path.is_dir() else "no such file",
+        "a directory with neither" if is_folder(path) else "no such file",
         where=f"'{path}'",
         hint="Give a checkpoint's directory, its save root, or a file",
     )
@@ -101,12 +99,14 @@ def convert(
     *,
     options: ConvertOptions | None = None,
     show_progress: bool = False,
-) -> Path:
+) -> Location:
     """Write a checkpoint in another format; local, tensor by tensor.
 
     Args:
-        source: What to convert; its format is seen from it.
-        destination: The file to write, or the save root to publish in.
+        source: What to convert; its format is seen from it. Checkpoints may be in a store, torch
+            files may not.
+        destination: The file to write, or the save root to publish in; a store for checkpoints of
+            megafsdp alone.
         to: The format to write.
         step: The step to read, or to write where the source has none; None means the latest.
         options: What the conversion takes beside the source.
@@ -121,7 +121,7 @@ def convert(
     """
     given = options or ConvertOptions()
     pair = (format_of(source, step), to)
-    _require_sense(Path(source), pair, given)
+    _require_sense(location_of(source), pair, given)
     if pair == (Format.MEGAFSDP, Format.TORCH):
         return to_torch(source, destination, step, show_progress=show_progress)
     if pair == (Format.TORCH, Format.MEGAFSDP):
@@ -146,7 +146,7 @@ def convert(
     )
 
 
-def _require_sense(source: Path, pair: tuple[Format, Format], given: ConvertOptions) -> None:
+def _require_sense(source: Location, pair: tuple[Format, Format], given: ConvertOptions) -> None:
     names = " to ".join(part.value for part in pair)
     if pair not in _OPTIONS:
         raise CheckpointError.expected(

@@ -21,7 +21,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -61,6 +60,7 @@ from megafsdp.checkpoint.state.optimizer_load import (
     plan_param_groups,
     require_equal_copies,
 )
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
@@ -130,7 +130,7 @@ class _Plan:
         objects: Non-tensor values that were read, by key.
     """
 
-    directory: Path
+    directory: Location
     manifest: Manifest
     requests: _Requests
     match: Match
@@ -162,7 +162,7 @@ def load(
     for a background save first.
 
     Args:
-        directory: The save root, or one checkpoint's own directory.
+        directory: The save root, or one checkpoint's own directory; a path, or the URL of a store.
         model: Receives parameters, persistent buffers and extra states.
         optimizer: Receives states and hyperparameters; needs ``model`` for the names. It must not
             have taken a step, but may.
@@ -199,7 +199,7 @@ def load(
         )
     targets = TrainingState(model, optimizer, lr_scheduler, loss_scaler)
     SAVES.wait_for_end()
-    plan, error = attempt(lambda: _plan(Path(directory), step, targets=targets, rules=rules))
+    plan, error = attempt(lambda: _plan(directory, step, targets=targets, rules=rules))
     seen = agree(
         None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error
     )
@@ -217,7 +217,13 @@ def load(
     return cast(dict[str, object], ready.objects["extra"])
 
 
-def _plan(directory: Path, step: int | None, *, targets: TrainingState, rules: Rules) -> _Plan:
+def _plan(
+    directory: str | os.PathLike[str],
+    step: int | None,
+    *,
+    targets: TrainingState,
+    rules: Rules,
+) -> _Plan:
     """Find, check and match a checkpoint; writes nothing."""
     rank, world_size = rank_and_world_size()
     path = save_root.find(directory, step)

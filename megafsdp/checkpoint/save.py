@@ -3,7 +3,7 @@
 A save has two halves, so that a background thread can do the second one::
 
     every rank   begin_save    list the state, choose own regions     no collective
-    rank 0                     make the temporary directory           broadcast its path
+    rank 0                     make the temporary directory           broadcast its draft
     every rank   finish_save   write and sync its own file            gather chunks and errors
     rank 0                     write .metadata and the manifest;
                                rename the directory; move the         broadcast the final path
@@ -16,7 +16,8 @@ before all files are on the disk. An error of any rank is raised on all, and the
 published.
 
 How a model becomes tensors by key is in state/canonical.py, the format of the files in
-format/manifest.py and format/records.py, the order of file-system steps in format/save_root.py.
+format/manifest.py and format/records.py, the order of steps on a disk in format/save_root.py and
+in an object store, which has no renames, in format/store_root.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -48,9 +48,11 @@ from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk
 from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import ReplicaBalance, local_regions, local_view
 from megafsdp.checkpoint.format.rng import rng_state
+from megafsdp.checkpoint.format.save_root import Draft
 from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
     canonical_weights,
@@ -67,6 +69,7 @@ from megafsdp.checkpoint.state.merge import (
     model_degrees,
     table_of,
 )
+from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp.params.meta import require_initialized
 from megafsdp.fsdp.weight_sync import roll_histories
@@ -146,8 +149,7 @@ class BegunSave:
     """A save of which the rest can be done by any thread, once on every rank.
 
     Attributes:
-        temporary: The directory that rank 0 has made.
-        step: Training step.
+        draft: Where all ranks write, as rank 0 has begun it.
         retention: What stays afterwards.
         state: What all ranks store together; None after an error.
         tensors: What this rank writes.
@@ -155,8 +157,7 @@ class BegunSave:
         error: What went wrong on this rank.
     """
 
-    temporary: Path
-    step: int
+    draft: Draft
     retention: Retention
     state: CanonicalState | None
     tensors: list[OwnTensor]
@@ -175,17 +176,20 @@ def save(
     extra: Mapping[str, object] | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
-) -> Path:
-    """Save a training state and publish it by one atomic rename; collective over all ranks.
+) -> Location:
+    """Save a training state and publish it at once; collective over all ranks.
+
+    On a disk a rename publishes it, in a store a manifest that is written last.
 
     Works with and without process groups, for sharded and plain modules. Buffers that differ
     between ranks are stored as rank 0 has them, the random states per rank. Saving the step that is
     already the latest published one is refused; any other directory of the same step is replaced.
     Waits for a background save that is still going on. Allocates no memory on the CPU, and host
-    memory for one tensor at a time elsewhere.
+    memory for one tensor at a time elsewhere; in a store, a buffer for a part of 64 MiB beside.
 
     Args:
-        directory: The save root, on a file system that all ranks share.
+        directory: The save root, on a file system that all ranks share, or the URL of a folder in
+            an object store, such as ``s3://bucket/run``.
         step: Training step; names the directory, e.g. ``iter_0000050``.
         model: Its parameters (main weights), persistent buffers and extra states are stored.
         optimizer: Any ``torch.optim.Optimizer`` over the model's parameters.
@@ -233,7 +237,7 @@ def begin_save(
     """
     _require_counts(step, retention)
     # The rest of a save may come after a change of the working directory.
-    root = Path(directory).absolute()
+    root = location_of(directory).absolute()
     rank, _ = rank_and_world_size()
     if given.model is not None:
         roll_histories(given.model)
@@ -248,11 +252,11 @@ def begin_save(
     if error is None:
         objects[f"rng.{rank}"], error = attempt(rng_state)
     # A rank with an error comes here too: the others wait in this collective.
-    temporary = on_rank_zero(lambda: save_root.prepare(root, step))
-    return BegunSave(temporary, step, retention, state, tensors or [], objects, error)
+    draft = on_rank_zero(lambda: saves_to(root).prepare(step))
+    return BegunSave(draft, retention, state, tensors or [], objects, error)
 
 
-def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Path:
+def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Location:
     """Write, describe and publish what was begun; two small collectives over all ranks.
 
     Args:
@@ -274,9 +278,8 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Pat
         outcomes = gather_on_rank_zero(written, error, group)
         return on_rank_zero(lambda: _publish(begun, outcomes), group)
     except CheckpointError:
-        # After a failure past the renaming there is no temporary directory to remove.
-        if rank_and_world_size()[0] == 0 and begun.temporary.exists():
-            save_root.remove(begun.temporary)
+        if rank_and_world_size()[0] == 0:
+            saves_to(begun.draft.root).discard(begun.draft)
         raise
 
 
@@ -351,7 +354,7 @@ def _write(begun: BegunSave) -> Written:
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
     written = Written(checksum_of_common(begun.state), table_of(begun.state, begun.state.ranks_of))
-    with RecordWriter(begun.temporary, rank) as writer:
+    with RecordWriter(begun.draft.folder, rank, suffix=begun.draft.suffix) as writer:
         save_root.reached("file opened")
         for own in begun.tensors:
             record = writer.append_tensor(own.data)
@@ -364,7 +367,7 @@ def _write(begun: BegunSave) -> Written:
     return written
 
 
-def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
+def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Location:
     """Describe what all ranks wrote and publish it; rank 0 alone."""
     assert outcomes is not None, "rank 0 gathers"
     sent: list[bytes] = values_of(outcomes, begun.error)
@@ -372,11 +375,12 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Path:
     save_root.reached("records gathered")
     with _no_garbage_collection():
         parts: list[Written] = [pickle.loads(part) for part in sent]
-        save_root.write_descriptions(describe(begun.step, begun.state, parts), begun.temporary)
-    root = begun.temporary.parent
-    final = save_root.publish(begun.temporary, root, begun.step)
-    removed = save_root.prune(
-        root, keep_last=begun.retention.keep_last, keep_every=begun.retention.keep_every
+        manifest = describe(begun.draft.step, begun.state, parts)
+        saves = saves_to(begun.draft.root)
+        saves.describe(manifest, begun.draft)
+    final = saves.publish(begun.draft)
+    removed = saves.prune(
+        keep_last=begun.retention.keep_last, keep_every=begun.retention.keep_every
     )
-    _LOGGER.info("saved step %d to '%s'; removed steps %s", begun.step, final, removed)
+    _LOGGER.info("saved step %d to '%s'; removed steps %s", begun.draft.step, final, removed)
     return final

@@ -165,7 +165,7 @@ PYBIND11_MODULE(_csrc, module) {
              py::arg("copy_out_dtype"), py::arg("segments"), py::arg("grad_scale"),
              py::arg("flush_denormals"), py::arg("num_threads"), py::arg("new_weight") = 0,
              py::arg("new_exp_avg") = 0, py::arg("new_exp_avg_sq") = 0,
-             "Update weights and moments, in place or into new ones, in one pass; lets go of the "
+             "Update weights and moments, in place or into new ones, in one pass; releases the "
              "GIL.");
   module.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("values"), py::arg("numel"),
              py::arg("dtype"), py::arg("num_threads"),
@@ -185,7 +185,8 @@ PYBIND11_MODULE(_csrc, module) {
   module.def("encode_blocks", &encode_blocks, py::kw_only(), py::arg("coding"), py::arg("shape"),
              py::arg("values"), py::arg("dtype"), py::arg("table"), py::arg("codes"),
              py::arg("num_threads"),
-             "Write scales of blocks and codes of a tensor in one pass; releases the GIL.");
+             "Write scales of blocks and codes of a tensor in one pass; releases the "
+             "GIL.");
   module.def("fill_uniform", &fill_uniform, py::kw_only(), py::arg("out"), py::arg("numel"),
              py::arg("seed"), py::arg("stream"), py::arg("num_threads"),
              "Write uniform fp32 numbers in [0, 1) by Philox 4x32-10; releases the GIL.");

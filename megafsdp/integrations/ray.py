@@ -2,7 +2,7 @@
 
 The function runs on every worker, in a process group that ``TorchTrainer`` makes, so
 ``fully_shard_model`` needs nothing more. All workers write one checkpoint, each its rows, into the
-``storage_path`` that they share, and Ray is told where it lies: nothing is copied. Any number of
+``storage_path`` that they share, and Ray gets its path: nothing is copied. Any number of
 workers goes on from it.
 """
 
@@ -52,7 +52,7 @@ def report(
     train.report(
         dict(metrics) | {"step": step},
         checkpoint=Checkpoint.from_directory(saved),
-        checkpoint_dir_name=os.fspath(saved.relative_to(_storage())),
+        checkpoint_dir_name=os.fspath(Path(saved).relative_to(_storage())),
         checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
     )
 

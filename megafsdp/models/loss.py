@@ -48,7 +48,7 @@ def masked_cross_entropy(
         logits_BTV: Scores, any floating dtype.
         labels_BT: Token ids; must be valid ids at masked places too.
         loss_mask_BT: 1 where a token counts and 0 where it does not; None counts all.
-        may_overwrite_logits: Let the gradient take the logits' memory: nobody reads them again.
+        may_overwrite_logits: Let the gradient take the logits' memory: they are not read again.
             Has an effect on CUDA, with fp32 or bf16 logits, where triton is installed.
         tp_group: Ranks that have the other columns of the vocabulary; None if ``logits_BTV`` has
             all. The call is then collective over them, and its definition in torch runs.

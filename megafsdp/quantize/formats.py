@@ -167,6 +167,8 @@ class WeightFormat:
         shape: Sequence[int],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
+        *,
+        in_backward: bool = False,
     ) -> torch.Tensor:
         """Return a whole tensor's values.
 
@@ -176,10 +178,19 @@ class WeightFormat:
             shape: Its shape.
             dtype: fp32, bf16 or fp16; products of codes and scales are rounded to it once.
             out: What to write to, of that shape and dtype and contiguous; None: allocate.
+            in_backward: Whether backward decodes. In a graph of forward and backward it is another
+                operator than forward's: as one, values would be kept from the one to the other.
         """
         if torch.compiler.is_compiling():
             found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
-                codes, table, self.element.name, self.scaling.name, self.tile or (), shape, dtype
+                codes,
+                table,
+                self.element.name,
+                self.scaling.name,
+                self.tile or (),
+                shape,
+                dtype,
+                in_backward,
             )
             return found if out is None else out.copy_(found)
         if out is None:

@@ -148,8 +148,14 @@ class QuantizedInput:
     along: int
     is_transposed: bool = False
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``(tokens, features)`` values in fp32, bf16 or fp16; allocates."""
+    def dequantize(self, dtype: torch.dtype, *, in_backward: bool = False) -> torch.Tensor:
+        """Return ``(tokens, features)`` values in fp32, bf16 or fp16; allocates.
+
+        Args:
+            dtype: Theirs.
+            in_backward: Whether backward decodes what forward has quantized, as of
+                :meth:`WeightFormat.decode`.
+        """
         coding, codes = self.format.coding(along=self.along), self.codes
         if self.is_transposed:
             codes = kernels.transpose_codes(codes, coding.element)
@@ -163,6 +169,7 @@ class QuantizedInput:
                 coding.tile or (),
                 self.shape,
                 dtype,
+                in_backward,
             )
             return found
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)

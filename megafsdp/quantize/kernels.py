@@ -398,7 +398,7 @@ def _wrong_buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: t
 torch.library.define(
     "megafsdp::decode_tiles",
     "(Tensor codes, Tensor table, str element, str scaling, int[] tile, SymInt[] shape, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, bool in_backward) -> Tensor",
 )
 torch.library.define(
     "megafsdp::quantize_matrix",
@@ -416,6 +416,7 @@ def _decode_op(
     tile: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
+    in_backward: bool,
 ) -> torch.Tensor:
     out = torch.empty(tuple(shape), dtype=dtype, device=codes.device)
     decode(_coding(element, scaling, tile), codes, table, tuple(shape), out)
@@ -430,6 +431,7 @@ def _decode_fake(
     tile: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
+    in_backward: bool,
 ) -> torch.Tensor:
     return codes.new_empty(tuple(shape), dtype=dtype)
 

@@ -106,7 +106,7 @@ class _Decoded(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = None
         if needs_x:
-            weight = ctx.weight.decode(grad.dtype)
+            weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1])
         if needs_weight:
             grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1])).to(ctx.weight.value_dtype)
@@ -301,7 +301,7 @@ class _Grouped(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            weight = ctx.weight.decode(grad.dtype)
+            weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = ctx.multiply(grad, weight.transpose(1, 2), offs=ends)
         if ctx.needs_input_grad[1]:
             # As the stack lies, (experts, outputs, inputs).

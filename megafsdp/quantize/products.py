@@ -49,7 +49,7 @@ class CodedMatrix(Protocol):
     recipe: QuantizationRecipe
     stored_shape: tuple[int, ...]
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+    def decode(self, dtype: torch.dtype | None = None, *, in_backward: bool = False) -> Tensor:
         """Return the values in a dtype."""
 
 
@@ -67,14 +67,14 @@ def input_grad(grad: QuantizedInput, weight: CodedMatrix, dtype: torch.dtype) ->
     """Return ``(tokens, inputs)`` in a dtype."""
     if _is_on_gpu(grad.codes) and _takes_codes(grad, dtype, (*grad.shape, weight.stored_shape[1])):
         return _multiply(_by_tokens(grad), _of_weight(weight, is_transposed=True), dtype)
-    return grad.dequantize(dtype).mm(weight.decode(dtype))
+    return grad.dequantize(dtype).mm(weight.decode(dtype, in_backward=True))
 
 
 def weight_grad(grad: QuantizedInput, x: QuantizedInput, dtype: torch.dtype) -> Tensor:
     """Return ``(outputs, inputs)`` in a dtype."""
     if _is_on_gpu(grad.codes) and _takes_codes(grad, dtype, (*grad.shape, x.shape[1])):
         return _multiply(_by_features(grad), _by_features(x), dtype)
-    return grad.dequantize(dtype).t().mm(x.dequantize(dtype))
+    return grad.dequantize(dtype).t().mm(x.dequantize(dtype, in_backward=True))
 
 
 def takes_transposed(rows: Tensor, grad_format: InputFormat, sizes: tuple[int, ...]) -> bool:

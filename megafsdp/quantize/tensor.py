@@ -108,19 +108,21 @@ class QuantizedTensor(Tensor):
         source = Fields(codes, table, recipe, tuple(shape), dtype, state, fqn)
         return make(cls, source, Part())
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+    def decode(self, dtype: torch.dtype | None = None, *, in_backward: bool = False) -> Tensor:
         """Return the values, plain and without history; allocates.
 
         Args:
             dtype: fp32, bf16 or fp16; None for the tensor's own.
+            in_backward: As of :meth:`WeightFormat.decode`.
         """
         form, (matrix, is_transposed, is_flat) = self.recipe.weight, self._part
         dtype = self.value_dtype if dtype is None else dtype
         if matrix is None:
-            values = form.decode(self.codes, self.table, self.stored_shape, dtype)
+            own, shape = (self.codes, self.table), self.stored_shape
         else:
             own = form.matrix_of(self.codes, self.table, self.stored_shape, matrix)
-            values = form.decode(*own, self.stored_shape[1:], dtype)
+            shape = self.stored_shape[1:]
+        values = form.decode(*own, shape, dtype, in_backward=in_backward)
         if is_flat:
             return values.view(-1)
         return values.transpose(-2, -1) if is_transposed else values

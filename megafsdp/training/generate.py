@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import attempt, on_rank_zero, raise_together
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.data import Tokenizer, load_tokenizer
 from megafsdp.errors import ConfigError, expected
@@ -114,7 +114,7 @@ def _check(options: GenerateOptions) -> None:
             raise ConfigError(expected(what, value, where=where, hint=hint))
 
 
-def _read(options: GenerateOptions) -> tuple[Path, Config | None]:
+def _read(options: GenerateOptions) -> tuple[Location, Config | None]:
     """Return where the checkpoint is, and the configuration in it."""
     with CheckpointReader(checkpoints_of(options.run), options.step) as reader:
         has_extra = "extra" in reader.manifest.objects

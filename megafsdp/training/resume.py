@@ -20,8 +20,9 @@ from torch import nn
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import on_rank_zero
 from megafsdp.checkpoint.format.manifest import TRACKER_FILE
-from megafsdp.checkpoint.format.save_root import temporary_beside
+from megafsdp.checkpoint.format.save_root import temporary_name
 from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.optimizer.loss_scaler import LossScaler
@@ -202,11 +203,15 @@ def require_writable(config: Config) -> None:
 
     def write() -> bool:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             # Of the names that the next save removes, should this process end in between.
-            probe = temporary_beside(folder / TRACKER_FILE)
-            probe.write_bytes(b"0")
-            probe.unlink()
+            name = temporary_name(TRACKER_FILE)
+            if isinstance(folder, Path):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(b"0")
+                (folder / name).unlink()
+            else:
+                (folder / name).write_bytes(b"0")
+                folder.remove([name])
         except OSError as error:
             raise CheckpointError(
                 expected(
@@ -275,7 +280,7 @@ def find_stored(config: Config) -> StoredRun | None:
     )
 
 
-def _read_latest(folder: Path) -> tuple[int, dict[str, object], bool] | None:
+def _read_latest(folder: Location) -> tuple[int, dict[str, object], bool] | None:
     """Return the latest step, the run's values in it, and whether it has parameter groups."""
     step = checkpoint.latest_step(folder)
     if step is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from megafsdp.checkpoint import latest_step
+from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.training.config.parse import config_from_dict
 from megafsdp.training.config.sections import Config
@@ -17,26 +19,27 @@ from megafsdp.training.metrics.tracker import CONFIG_FILE
 _SECTIONS = ("model", "precision", "data")
 
 
-def checkpoints_of(directory: str | Path) -> Path:
+def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
     """Return the save root of a run; any other folder comes back as it is.
 
     Args:
-        directory: A run's folder, by its config.yaml; or a save root, or one checkpoint's own.
+        directory: A run's folder, by its config.yaml; or a save root, or one checkpoint's own, on
+            the machine or in a store.
 
     Raises:
         CheckpointError: The run has no checkpoint yet.
         ConfigError: Its config.yaml cannot be read.
     """
-    folder = Path(directory)
-    path = folder / CONFIG_FILE
-    if not path.is_file():
+    folder = location_of(directory)
+    if not isinstance(folder, Path) or not (folder / CONFIG_FILE).is_file():
         return folder
-    root = folder / "checkpoints"
+    path = folder / CONFIG_FILE
+    root: Location = folder / "checkpoints"
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         section = values.get("checkpoint") or {}
         # Set apart, they are where the run was started from; else they moved with the folder.
-        root = Path(section.get("directory") or root)
+        root = location_of(section.get("directory") or root)
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         what, hint = "the configuration of a run in YAML", "Name the folder of the checkpoints"
         raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error

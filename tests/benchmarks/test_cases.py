@@ -17,14 +17,17 @@ from benchmarks import (
     optimizer_step,
     quantize,
     quantize_rivals,
+    quantized_step,
     scale,
 )
 from benchmarks.__main__ import main
+from benchmarks.gpt_step import Shape, build
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
 from megafsdp._native import cuda_module, native_module
 from megafsdp.models import build_model, presets
 from megafsdp.optimizer.kernels.hyper import AdamHyper
+from megafsdp.quantize.recipes import recipe_of
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
 THIN = ["scale", "--layers", "2", "--hidden", "16", "--repeats", "1"]
@@ -72,8 +75,58 @@ def test_a_step_is_timed_against_fsdp2_and_recorded(
     assert 0 <= case["host"]["share_of_collective_time_not_waited_for"] <= 1
 
 
+@pytest.mark.matrix("benchmarks")
+def test_steps_of_recipes_are_timed_against_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights alone and all operands, over our bf16 and FSDP2; bytes are a half or a quarter."""
+    sizes = ["--layers", "2", "--hidden", "32", "--sequence", "8", "--vocabulary", "32"]
+    arguments = ["fsdp_step", *sizes, "--recipe", "mxfp8", "nvfp4", "--repeats", "1"]
+    main(["--records", str(tmp_path), *arguments])
+    assert "mxfp8, weights: " in capsys.readouterr().out
+    case = _only_record(tmp_path)["results"]["2x32 bf16"]
+    shares = {"mxfp8": 0.5, "nvfp4": 0.25}
+    names = [f"{name}, {of}" for name in shares for of in ("weights", "all operands")]
+    assert list(case["ratio_to_bf16"]) == names
+    assert list(case["ratio_to_fsdp2"]) == ["megafsdp", *names]
+    for name in names:
+        low, high = case["range_to_bf16"][name]
+        assert 0 < low <= high and case["processor_ratio_to_bf16"][name] > 0
+        share = shares[name.split(",")[0]]
+        for part in ("gathered_ratio", "unsharded_ratio"):
+            assert case["bytes"][name][part] == pytest.approx(share, abs=0.01)
+
+
+def _refuse_a_claim_of(num_bits: int) -> list[str]:
+    """Return what is said of sides in mxfp8 that are taken for codes of so many bits."""
+    shape = Shape(2, 32, sequence=8, batch=1, vocabulary=32, dtype="bf16")
+    recipe = recipe_of("mxfp8", quantize_activations=False)
+    sides = {name: build(shape, name) for name in ("fsdp2", "megafsdp")}
+    sides["mxfp8"] = build(shape, "megafsdp", recipe=recipe)
+    found = []
+    bits = {"mxfp8": num_bits}
+    # Bytes are those of steps, after which FSDP2's weights are others.
+    for check, arguments in (
+        (quantized_step._check_gradients, [1.0]),
+        (quantized_step._check_bytes, []),
+    ):
+        try:
+            check(shape, sides, bits, *arguments)
+        except CheckError as error:
+            found.append(str(error))
+    return found
+
+
+def test_no_ratio_is_given_of_a_recipe_that_is_not_what_it_claims() -> None:
+    """Bytes of others, or gradients with errors of others, end the run."""
+    assert launch(_refuse_a_claim_of, 8, num_ranks=2) == []
+    refusals = launch(_refuse_a_claim_of, 4, num_ranks=2)
+    assert refusals[0].startswith("gradients differ: mxfp8 by ")
+    assert "gathered of mxfp8: " in refusals[1] and "unsharded of mxfp8: " in refusals[1]
+
+
 def _peaks() -> dict[str, int]:
-    shape = fsdp_step.Shape(3, 64, sequence=32, batch=4, vocabulary=1024, dtype="bf16")
+    shape = Shape(3, 64, sequence=32, batch=4, vocabulary=1024, dtype="bf16")
     return {side: fsdp_step._measure_bytes(shape, side)["peak"] for side in fsdp_step.SIDES}
 
 

@@ -67,9 +67,11 @@ def policy_for(recipe: QuantizationRecipe | str | None, **options: Any) -> Mixed
     return MixedPrecisionPolicy(torch.bfloat16, recipe=recipe, **options)
 
 
-def shard(net: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> nn.Module:
-    """Make each block and the net a unit."""
-    return fully_shard_model(net, [Block], mp_policy=policy, **options)
+def shard(
+    net: nn.Module, policy: MixedPrecisionPolicy, kind: type[nn.Module] = Block, **options: Any
+) -> nn.Module:
+    """Make each block, or module of another kind, and the net a unit."""
+    return fully_shard_model(net, [kind], mp_policy=policy, **options)
 
 
 def options_of(layout: str) -> dict[str, Any]:

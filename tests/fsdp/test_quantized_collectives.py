@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from megafsdp import microbatch
+from megafsdp import fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.runtime.unit import units_below
@@ -204,16 +206,23 @@ def _labels_of_two_forwards() -> list[list[str]]:
     # A load writes to all weights, which the first unit's forward finds for all.
     net.load_state_dict(net.state_dict())
     with record_collectives() as record:
-        net(batch(0, 0, dist.get_rank()))
+        loss = net(batch(0, 0, dist.get_rank()))
+    seen.append([label for kind, label in record.events if kind == "all_reduce"])
+    # And so does a change of one weight by hand.
+    with torch.no_grad():
+        net.blocks[1].up.weight.mul_(2)
+    with record_collectives() as record:
+        assert not torch.equal(net(batch(0, 0, dist.get_rank())), loss)
     seen.append([label for kind, label in record.events if kind == "all_reduce"])
     return seen
 
 
 def test_unchanged_weights_combine_nothing_again(ranks: Ranks) -> None:
-    """Not in the next microbatch, nor without a step; once after a load."""
+    """Not in the next microbatch, nor without a step; once after a load, or a change by hand."""
     assert ranks(2).run(_labels_of_two_forwards)[0] == [
         ["maxima", "usage", "usage", "usage"],
         ["usage"] * 3,
+        ["maxima"],
         ["maxima"],
     ]
 
@@ -224,6 +233,30 @@ def test_persistent_codes_are_gathered_once_a_step(ranks: Ranks, layout: str) ->
     found = ranks(2).run(_step, "mxfp8", "all", layout, 3)[0]
     assert found.gathers == 2 * NUM_BLOCKS + 1
     assert found.reductions == (2 * NUM_BLOCKS + 1) * (1 if layout == "zero1" else 3)
+
+
+def _gathers_of_a_root(name: str, keeps: bool, recomputes: bool) -> tuple[int, int]:
+    net = fully_shard(
+        nn.Linear(WIDTH, INNER, bias=False),
+        mp_policy=policy_for(recipe_for(name, "all")),
+        reshard_after_forward=not keeps,
+    )
+    for step in range(2):
+        x = batch(step, 0, dist.get_rank())
+        with record_collectives() as record:
+            y = checkpoint(net, x, use_reentrant=False) if recomputes else net(x)
+            y.float().square().mean().backward()
+    return record.calls["all_gather"], record.nbytes["all_gather"]
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
+def test_one_set_of_codes_serves_forward_and_backward(ranks: Ranks, name: str) -> None:
+    """A byte an element, or a half, for each; none in backward if codes stay; recomputed or not."""
+    nbytes = WIDTH * INNER * CODE_BITS[name] // 8
+    for recomputes in (False, True):
+        for keeps, num in ((False, 2), (True, 1)):
+            found = ranks(2).run(_gathers_of_a_root, name, keeps, recomputes)
+            assert found == [(num, num * nbytes)] * 2, (keeps, recomputes)
 
 
 def test_what_is_unsharded_at_once_does_not_grow_with_layers(ranks: Ranks) -> None:

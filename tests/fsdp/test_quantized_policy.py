@@ -50,6 +50,9 @@ class Kinds(nn.Module):
         self.output = nn.Linear(32, 64, bias=False)
         self.output.weight = self.table.weight
         self.ours = Linear(32, 32)
+        self.head = Linear(32, 64, bias=False)
+        self.words = nn.Embedding(64, 32)
+        self.words.weight = self.head.weight
         self.conv = nn.Conv1d(32, 32, 32)
         self.plain = nn.Parameter(torch.randn(32, 32))
         self.declared = nn.Parameter(torch.randn(2, 32, 32))

@@ -7,12 +7,15 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megafsdp import full_state_dict, load_full_state_dict, materialize
+from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.quantized import (
     OPERANDS,
     RECIPES,
+    WIDTH,
     Net,
     assert_equal,
     batch,
@@ -84,13 +87,16 @@ def test_many_steps_stay_those_of_one_process(ranks: Ranks, name: str, operands:
         assert_equal(found, wanted)
 
 
-def _gathers_codes_or_values(layout: str, name: str, operands: str) -> None:
+def _gathers_codes_or_values(
+    layout: str, name: str, operands: str, kind: type[nn.Module] = Net
+) -> list[dict[str, torch.Tensor]]:
     recipe = recipe_for(name, operands)
     states = []
     for policy, is_engine in ((policy_for(recipe), True), (policy_for(None), False)):
-        net = Net() if is_engine else quantize_layers(Net(), recipe)
-        shard(net, policy, **options_of(layout))
-        optimizer = optimizer_of(list(net.parameters()))
+        net = kind() if is_engine else quantize_layers(kind(), recipe)
+        shard(net, policy, type(net.blocks[0]), **options_of(layout))
+        # Not frozen ones: a step marks all that an optimizer has as changed.
+        optimizer = optimizer_of([p for p in net.parameters() if p.requires_grad])
         for step in range(NUM_STEPS):
             if not is_engine:
                 roll_layers(net, full_state_dict(net))
@@ -99,7 +105,9 @@ def _gathers_codes_or_values(layout: str, name: str, operands: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         states.append(full_state_dict(net))
-    assert_equal(*states)
+    if kind is Net:
+        assert_equal(*states)
+    return states
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,69 @@ def test_gathered_codes_are_those_of_gathered_values(
 ) -> None:
     """On four ranks as if bf16 was gathered, and each rank quantized the whole for itself."""
     ranks(4).run(_gathers_codes_or_values, layout, name, operands)
+
+
+class HalfFrozen(Net):
+    """The net with half of its linears frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+
+def _delays_of_frozen_layers() -> None:
+    found, wanted = _gathers_codes_or_values("zero3", "fp8_delayed", "all", HalfFrozen)
+    for key, initial in HalfFrozen().state_dict().items():
+        assert torch.equal(found[key], wanted[key]), key
+        assert torch.equal(found[key], initial) == (".up." in key), key
+
+
+def test_frozen_layers_scale_inputs_by_what_all_ranks_recorded(ranks: Ranks) -> None:
+    """Delayed scaling goes on though their weights do not change: inputs and gradients do."""
+    ranks(2).run(_delays_of_frozen_layers)
+
+
+class FewRows(nn.Module):
+    """Linears of one row and of three, beside one of five: less than one for each of four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Linear(a, b, bias=False) for a, b in ((WIDTH, 3), (3, 5), (5, 1))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the squared outputs less one."""
+        for block in self.blocks:
+            x = block(x)
+        return (x.float() - 1).square().mean()
+
+
+def _few_rows(operands: str) -> list[list[tuple[str, str]]]:
+    found, wanted = _gathers_codes_or_values("zero3", "fp8_block", operands, FewRows)
+    for key, initial in FewRows().state_dict().items():
+        assert torch.equal(found[key], wanted[key]) and not torch.equal(found[key], initial), key
+    net = shard(FewRows(), policy_for(recipe_for("fp8_block", operands)), nn.Linear)
+    assert len(quantized_parameters(net)) == 3
+    num_rows = [p.to_local().shape[0] for p in net.parameters()]
+    assert 0 in num_rows if dist.get_rank() == 3 else sum(num_rows) > 0
+    optimizer, events = optimizer_of(list(net.parameters())), []
+    for step in range(3):
+        with record_collectives() as record:
+            net(batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        events.append(record.events)
+    assert ("all_reduce", "maxima") in events[1] and events[1] == events[2]
+    return events
+
+
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_ranks_without_rows_take_part_in_every_collective(ranks: Ranks, operands: str) -> None:
+    """Rows fewer than ranks train as where bf16 is gathered; all ranks issue the same each step."""
+    first, *others = ranks(4).run(_few_rows, operands)
+    assert all(other == first for other in others)
 
 
 def _rounds_by_chance(layout: str) -> dict[str, torch.Tensor]:

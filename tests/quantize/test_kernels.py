@@ -160,6 +160,26 @@ def test_values_beside_every_border_have_the_bits_of_the_naive_formula(
         assert same_values(out, naive)
 
 
+@pytest.mark.parametrize(("dtype", "through"), SOURCES, ids=str)
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_values_above_a_given_maximum_have_the_bits_of_the_naive_formula(
+    level: str, weight_format: WeightFormat, dtype: torch.dtype, through: torch.dtype | None
+) -> None:
+    """Those of earlier steps: the largest code, but NaN's for what is not finite, or becomes so."""
+    shape = (96, 160)
+    values = randn(*shape)
+    values.view(-1)[::7] = torch.tensor([math.inf, -math.inf, math.nan, 7e4, 1e3]).repeat(439)
+    fragment = fragments_of(values.to(dtype), ())[0]
+    maxima = torch.ones(weight_format.num_maxima(shape)).view(torch.int32)
+    found = guarded(values.numel() // weight_format.codes_per_byte, torch.uint8)
+    wanted = torch.empty_like(found)
+    weight_format.encode([fragment], [maxima], [found], through=through)
+    assert_guard_holds(found)
+    with in_torch():
+        weight_format.encode([fragment], [maxima], [wanted], through=through)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
 def test_threads_do_not_show(level: str, weight_format: WeightFormat) -> None:
     """One, two, three and more than there is work for give the same bytes."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -184,6 +185,12 @@ def test_codes_of_the_input_are_all_that_is_saved(
     x = _drawn(160, 64).requires_grad_()
     weight = quantized(_drawn(96, 64), recipe)
     assert _saved_nbytes(weight, x) == codes_nbytes + scales_nbytes
+    # Nor does the graph keep the input in another way.
+    inner = x * 2
+    memory = StorageWeakRef(inner.untyped_storage())
+    y = F.linear(inner, weight)
+    del inner
+    assert memory.expired() and y.requires_grad
     alone = quantized(_drawn(96, 64), recipe, quantize_activations=False)
     assert _saved_nbytes(alone, x) == 2 * 64 * 160
 
@@ -268,6 +275,22 @@ def test_compiled_and_recomputed_blocks_have_the_same_bits(
         torch._dynamo.reset()
         block = _Block(recipe, quantize_activations, 0.0)
         assert _alike(_trained(block, torch.compile(block, backend=backend)), wanted), backend
+
+
+@pytest.mark.parametrize("quantize_activations", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_a_compiled_graph_saves_codes(recipe: str, quantize_activations: bool) -> None:
+    """Of weight and input, as an eager linear: what forward decodes is not kept for backward."""
+    weight = quantized(_drawn(96, 64), recipe, quantize_activations=quantize_activations)
+    x = _drawn(160, 64).requires_grad_()
+    linear = torch.compile(lambda x: F.linear(x, weight), backend="aot_eager", fullgraph=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x)
+    codes = [t.numel() for t in saved if t.dtype == torch.uint8]
+    assert 96 * 64 in codes and (160 * 64 in codes) == quantize_activations
+    inputs = [] if quantize_activations else [(160, 64)]
+    assert [tuple(t.shape) for t in saved if t.dtype == BF16] == inputs
 
 
 def test_weights_and_blocks_without_state_compile_to_one_graph() -> None:

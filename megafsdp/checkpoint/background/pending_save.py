@@ -17,7 +17,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from megafsdp.buffer.comm.agreement import attempt
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.weight_sync import register_before_load
 
@@ -45,12 +45,12 @@ class PendingSave:
     """
 
     def __init__(
-        self, step: int, staging: Staging, finish: Callable[[Exception | None], Path]
+        self, step: int, staging: Staging, finish: Callable[[Exception | None], Location]
     ) -> None:
         self.step = step
         self._staging = staging
-        self._finish: Callable[[Exception | None], Path] | None = finish
-        self._published: Path | None = None
+        self._finish: Callable[[Exception | None], Location] | None = finish
+        self._published: Location | None = None
         self._error: Exception | None = None
         self._is_observed = False
         self._hooks: list[RemovableHandle] = []
@@ -90,11 +90,11 @@ class PendingSave:
         return not self._thread.is_alive()
 
     @property
-    def published(self) -> Path | None:
+    def published(self) -> Location | None:
         """Return the published directory once it is there; None before, and after a failure."""
         return self._published
 
-    def result(self) -> Path:
+    def result(self) -> Location:
         """Wait for the end and return the published directory; every rank may call it, or not.
 
         Raises:

@@ -15,7 +15,6 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format.regions import with_extent
+from megafsdp.checkpoint.storage.locations import L, Location, joined
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 from megafsdp.mesh.torch_private import StorageInfo
@@ -166,7 +166,7 @@ def path_of(key: str) -> tuple[str, ...]:
     return tuple(key.split(".", 1))
 
 
-def write_manifest(manifest: Manifest, directory: Path) -> Path:
+def write_manifest(manifest: Manifest, directory: L) -> L:
     """Write ``manifest.json`` and return its path; the caller makes it durable."""
     files = list(manifest.files)
     number = {file: i for i, file in enumerate(files)}
@@ -193,13 +193,13 @@ def write_manifest(manifest: Manifest, directory: Path) -> Path:
         "fused_into": manifest.fused_into,
     }
     text = _canonical(body)
-    path = directory / MANIFEST_FILE
+    path = joined(directory, MANIFEST_FILE)
     # The checksum is spliced in as the last key, so a large manifest is encoded only once.
     path.write_text(f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}\n')
     return path
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Location) -> Manifest:
     """Read and check ``manifest.json``.
 
     Raises:
@@ -264,10 +264,10 @@ def _manifest_from_json(body: dict) -> Manifest:
 
 def write_dcp_metadata(
     manifest: Manifest,
-    directory: Path,
+    directory: L,
     *,
     paths: Mapping[str, tuple[str | int, ...]] | None = None,
-) -> Path:
+) -> L:
     """Write ``.metadata``, the same facts in torch DCP's words, and return its path.
 
     It describes fused tensors under their whole names too, by the records of their parts, so that
@@ -306,7 +306,7 @@ def write_dcp_metadata(
         storage_meta=StorageMeta(),
         version=CURRENT_DCP_VERSION,
     )
-    path = directory / DCP_METADATA_FILE
+    path = joined(directory, DCP_METADATA_FILE)
     with path.open("wb") as stream:
         pickler = pickle.Pickler(stream)
         # There may be a million of these, and their own __getstate__ is slow.
@@ -362,7 +362,7 @@ def _canonical(body: dict) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
 
-def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
+def _untrusted(path: Location, what: str, got: object) -> CheckpointError:
     return CheckpointError.expected(
         what,
         got,

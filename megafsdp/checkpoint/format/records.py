@@ -18,12 +18,13 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
-from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import IO, TypeVar
 
 import torch
 
 from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Manifest, Record
+from megafsdp.checkpoint.storage.locations import Location, size_of
+from megafsdp.checkpoint.storage.store_files import StoreOutput
 from megafsdp.device.torch_private import tensor_rebuilder
 from megafsdp.errors import CheckpointError, listed
 from megafsdp.mesh.torch_private import file_view
@@ -47,10 +48,11 @@ class RecordWriter:
     Args:
         directory: Where the file goes.
         rank: The rank whose file it is.
+        suffix: Of the file's name; tells attempts apart where they write to one directory.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        self.file_name = f"__{rank}_0.distcp"
+    def __init__(self, directory: Location, rank: int, *, suffix: str = "") -> None:
+        self.file_name = f"__{rank}_0{suffix}.distcp"
         self.nbytes = 0
         self._crc32 = 0
         self._sums_up = True
@@ -67,6 +69,12 @@ class RecordWriter:
 
     def close(self, *, is_durable: bool) -> None:
         """Close the file, after waiting until it is on the disk if it will be published."""
+        if isinstance(self._stream, StoreOutput):
+            if is_durable:
+                self._stream.close()
+            else:
+                self._stream.discard()
+            return
         with self._stream:
             if is_durable:
                 os.fsync(self._stream.fileno())
@@ -141,10 +149,10 @@ class RecordReader:
         directory: The checkpoint's own directory.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Location) -> None:
         self.directory = directory
         self._name = ""
-        self._stream: BinaryIO | None = None
+        self._stream: IO[bytes] | None = None
 
     def __enter__(self: _Reader) -> _Reader:
         """Return the reader."""
@@ -155,7 +163,7 @@ class RecordReader:
         if self._stream is not None:
             self._stream.close()
 
-    def _at(self, record: Record) -> BinaryIO:
+    def _at(self, record: Record) -> IO[bytes]:
         if self._stream is None or self._name != record.file:
             if self._stream is not None:
                 self._stream.close()
@@ -267,7 +275,7 @@ def _crc32_product(a: int, b: int) -> int:
     return product
 
 
-def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> None:
+def require_files(manifest: Manifest, directory: Location, names: Iterable[str]) -> None:
     """Check that files are there with the size they were written with.
 
     Raises:
@@ -275,7 +283,7 @@ def require_files(manifest: Manifest, directory: Path, names: Iterable[str]) -> 
     """
     for name in names:
         path = directory / name
-        found = path.stat().st_size if path.is_file() else None
+        found = size_of(path)
         if found != manifest.files[name]:
             raise CheckpointError.expected(
                 f"a file of {manifest.files[name]} bytes",

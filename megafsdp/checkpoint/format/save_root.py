@@ -1,8 +1,9 @@
-"""The save root on disk: names, the tracker file, atomic publication and retention.
+"""The save root: names, the tracker file, finding and retention; on a disk, atomic publication.
 
-A checkpoint is written to a hidden temporary directory, made durable, renamed to ``iter_0000050``
-in one step, and only then named in ``latest_checkpointed_iteration.txt``, itself replaced in one
-step. A crash at any instant leaves what the tracker named before, whole. The rules that follow:
+On a disk a checkpoint is written to a hidden temporary directory, made durable, renamed to
+``iter_0000050`` in one step, and only then named in ``latest_checkpointed_iteration.txt``, itself
+replaced in one step. A crash at any instant leaves what the tracker named before, whole. The rules
+that follow:
 
 - Saving the step that the tracker names is refused: replacing it could not be atomic. Any other
   existing directory of the same step (a run that went back and came by again) is replaced.
@@ -10,7 +11,9 @@ step. A crash at any instant leaves what the tracker named before, whole. The ru
   have temporary directories too. One job at a time may save to a root.
 - Retention looks at steps up to the tracker's only, and never removes that one.
 
-Everything here runs on rank 0, except :func:`latest_step` and :func:`find`, which only read.
+How a store is written to, which has no renames, is in store_root.py; what is read and which steps
+stay is the same for both. Everything here runs on rank 0, except :func:`latest_step` and
+:func:`find`, which only read.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megafsdp.checkpoint.format.manifest import (
@@ -31,6 +35,8 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
+from megafsdp.checkpoint.storage.locations import L, Location, joined, location_of
+from megafsdp.checkpoint.storage.store_path import StorePath
 from megafsdp.errors import CheckpointError
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
@@ -39,25 +45,42 @@ _TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}", re.DOTALL)
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint in the making, before it is published.
+
+    Attributes:
+        root: The save root.
+        folder: Where the files go: a temporary directory, or in a store the step's own.
+        step: Training step.
+        suffix: Of the names of files with records; empty where the directory is an attempt's own.
+    """
+
+    root: Location
+    folder: Location
+    step: int
+    suffix: str = ""
+
+
 def reached(point: str) -> None:
     """Mark a point of the save protocol; the fault-injection tests end the process at each."""
 
 
-def step_directory(root: Path, step: int) -> Path:
+def step_directory(root: L, step: int) -> L:
     """Return the directory of a step's published checkpoint."""
-    return root / f"iter_{step:07d}"
+    return joined(root, f"iter_{step:07d}")
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the step that the tracker file names, or None if nothing was ever published.
 
     Args:
-        directory: The save root.
+        directory: The save root, a path or the URL of a store.
 
     Raises:
-        CheckpointError: The text of the tracker file is no step.
+        CheckpointError: The text of the tracker file is no step, or the store does not answer.
     """
-    path = Path(directory) / TRACKER_FILE
+    path = location_of(directory) / TRACKER_FILE
     try:
         text = path.read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -72,17 +95,32 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     return int(text)
 
 
-def published_steps(root: Path) -> list[int]:
+def published_steps(root: Location) -> list[int]:
     """List the steps that have a published directory, in order."""
-    if not root.is_dir():
-        return []
-    matches = (_STEP_DIRECTORY.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    if isinstance(root, StorePath):
+        names = [name for name in root.list_names()[1] if _STEP_DIRECTORY.fullmatch(name)]
+        names = [name for name in names if is_published(root / name)]
+    else:
+        names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    matches = map(_STEP_DIRECTORY.fullmatch, names)
     return sorted(int(match[1]) for match in matches if match)
+
+
+def is_published(folder: Location, *, marker: str = MANIFEST_FILE) -> bool:
+    """Return whether the directory of a step holds a checkpoint.
+
+    On a disk it has its name only then. In a store it has a manifest only then.
+
+    Args:
+        folder: The directory.
+        marker: Name of the file that is written last, in a store.
+    """
+    return (folder / marker).is_file() if isinstance(folder, StorePath) else folder.is_dir()
 
 
 def find(
     directory: str | os.PathLike[str], step: int | None, *, marker: str = MANIFEST_FILE
-) -> Path:
+) -> Location:
     """Return the checkpoint to read.
 
     Args:
@@ -93,11 +131,11 @@ def find(
     Raises:
         CheckpointError: There is none.
     """
-    root = Path(directory)
+    root = location_of(directory)
     if step is None and (root / marker).is_file():
         return root
     chosen = latest_step(root) if step is None else step
-    if chosen is None or not step_directory(root, chosen).is_dir():
+    if chosen is None or not is_published(step_directory(root, chosen), marker=marker):
         raise CheckpointError.expected(
             f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
             f"published steps {published_steps(root)}",
@@ -123,19 +161,28 @@ def prepare(root: Path, step: int) -> Path:
             where=f"'{root}'",
             hint="Give another path, or remove the file",
         )
-    if latest_step(root) == step and step_directory(root, step).is_dir():
+    require_not_latest(root, step)
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root, is_of_saves)
+    temporary = temporary_beside(step_directory(root, step))
+    temporary.mkdir()
+    reached("prepared")
+    return temporary
+
+
+def require_not_latest(root: Location, step: int) -> None:
+    """Refuse to save the published step again, which could not be replaced atomically.
+
+    Raises:
+        CheckpointError: It is that step.
+    """
+    if latest_step(root) == step and is_published(step_directory(root, step)):
         raise CheckpointError.expected(
             "a step that is not the latest published one",
             f"step {step}",
             where=f"'{root}'",
             hint=f"Skip this save, or delete '{root / TRACKER_FILE}' to have it replaced",
         )
-    root.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(root, _is_of_saves)
-    temporary = temporary_beside(step_directory(root, step))
-    temporary.mkdir()
-    reached("prepared")
-    return temporary
 
 
 def write_descriptions(manifest: Manifest, temporary: Path) -> None:
@@ -187,7 +234,13 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     return final
 
 
-def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+def prune(
+    root: L,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    retire: Callable[[L], bool],
+) -> list[int]:
     """Remove checkpoints that the retention rules do not keep; one that cannot be stays, warned of.
 
     Args:
@@ -195,32 +248,37 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> list[
         keep_last: Number of newest checkpoints to keep; None keeps all, or just the latest where
             ``keep_every`` is given.
         keep_every: Keep also the steps that are multiples of this.
+        retire: Removes the directory of a step and returns whether it did.
 
     Returns:
         The removed steps.
     """
+    if keep_last is None and keep_every is None:
+        return []
     latest = latest_step(root)
-    if latest is None or (keep_last is None and keep_every is None):
+    if latest is None:
         return []
     steps = [step for step in published_steps(root) if step <= latest]
     staying = {latest, *steps[-(keep_last or 1) :]}
     if keep_every is not None:
         staying.update(step for step in steps if step % keep_every == 0)
-    removed = []
-    for step in (step for step in steps if step not in staying):
-        path = step_directory(root, step)
-        # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
-        away = temporary_beside(path)
-        try:
-            path.rename(away)
-        except OSError as error:
-            _LOGGER.warning("'%s' stays, as it cannot be removed: %s", path, error)
-            continue
-        reached("retired directory renamed")
-        remove(away)
-        reached("retired directory removed")
-        removed.append(step)
-    return removed
+    leaving = [step for step in steps if step not in staying]
+    return [step for step in leaving if retire(step_directory(root, step))]
+
+
+def retire(path: Path) -> bool:
+    """Remove the directory of a step, at once for readers; return whether it could be moved."""
+    # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
+    away = temporary_beside(path)
+    try:
+        path.rename(away)
+    except OSError as error:
+        _LOGGER.warning("'%s' stays, as it cannot be removed: %s", path, error)
+        return False
+    reached("retired directory renamed")
+    remove(away)
+    reached("retired directory removed")
+    return True
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -246,7 +304,18 @@ def sync_directory(path: Path) -> None:
 
 def temporary_beside(path: Path) -> Path:
     """Return a fresh hidden name, in the same folder, to write what will be renamed to a path."""
-    return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+    return path.with_name(temporary_name(path.name))
+
+
+def temporary_name(name: str) -> str:
+    """Return a fresh name that says what it will become."""
+    return f".tmp-{name}-{uuid.uuid4().hex[:8]}"
+
+
+def named_by(temporary: str) -> str | None:
+    """Return what :func:`temporary_name` was called with; None for any other name."""
+    match = _TEMPORARY.fullmatch(temporary)
+    return match[1] if match else None
 
 
 @contextlib.contextmanager
@@ -273,12 +342,13 @@ def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
         is_own: Returns, for the name of the final path, whether no other process may write it.
     """
     for path in list(folder.iterdir()):
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and is_own(match[1]):
+        name = named_by(path.name)
+        if name is not None and is_own(name):
             remove(path)
 
 
-def _is_of_saves(name: str) -> bool:
+def is_of_saves(name: str) -> bool:
+    """Return whether a name in a save root is one that saves, and nothing else, write to."""
     return name == TRACKER_FILE or _STEP_DIRECTORY.fullmatch(name) is not None
 
 

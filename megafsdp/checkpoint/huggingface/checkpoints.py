@@ -39,6 +39,7 @@ from megafsdp.checkpoint.huggingface.plan import (
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.fused import stored_form
+from megafsdp.checkpoint.storage.locations import file_names, local_path
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
@@ -95,7 +96,7 @@ def export_hf_checkpoint(
 
     Args:
         directory: The save root, or one checkpoint's own directory.
-        target: Made here; must not exist, or be empty.
+        target: A local path, made here; must not exist, or be empty.
         step: The step; None means the latest published one.
         config: Of the model, as for ``export_hf``; None takes what ``import_hf_checkpoint`` stored.
         dtype: Of floating-point tensors in the files; None keeps that of the main weights.
@@ -106,7 +107,7 @@ def export_hf_checkpoint(
     Raises:
         CheckpointError: The checkpoint is damaged or of another model, or the target is taken.
     """
-    final = Path(target)
+    final = local_path(target, purpose="Hugging Face files")
     with CheckpointReader(directory, step) as reader:
         export = _plan_export(reader, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
         temporary = prepare(final)
@@ -166,7 +167,7 @@ def import_hf_checkpoint(
 
     Args:
         source: What ``save_pretrained()`` or ``export_hf()`` wrote.
-        directory: The save root.
+        directory: The save root, a path or the URL of a store.
         step: The step that the checkpoint is published as.
         padded_vocab_size: Rows of our embedding; None makes as many as there are.
         keeps_names: Store the tensors as they are, for a model of transformers; otherwise they are
@@ -180,7 +181,7 @@ def import_hf_checkpoint(
             is published already.
         ConfigError: There is no such model in ``megafsdp.models``.
     """
-    path = Path(source)
+    path = local_path(source, purpose="Hugging Face files")
     fields = _read_fields(path)
     files = SafetensorsReader(path)
     if keeps_names:
@@ -208,7 +209,7 @@ def import_hf_checkpoint(
             writer.alias(_PREFIX + name, _PREFIX + target)
         writer.add_object("extra", {_CONFIG_KEY: fields})
         final = writer.publish()
-    names = tuple(sorted(p.name for p in final.glob("*.distcp")))
+    names = tuple(name for name in file_names(final) if name.endswith(".distcp"))
     return Conversion(str(final), plan.model_type, len(plan.entries), nbytes, names)
 
 

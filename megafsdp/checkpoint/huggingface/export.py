@@ -35,6 +35,7 @@ from megafsdp.checkpoint.huggingface.plan import (
     generation_config_of,
     hub_state,
 )
+from megafsdp.checkpoint.storage.locations import local_path
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import require_initialized
@@ -74,7 +75,7 @@ def export_hf(
         CheckpointError: The model cannot be expressed, the directory is taken, or a rank could not
             write or has no memory for it; on all ranks. Nothing is left behind.
     """
-    target = Path(directory)
+    target = local_path(directory, purpose="Hugging Face files")
     found, error = attempt(
         lambda: _plan(model, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
     )

@@ -33,6 +33,7 @@ from megafsdp.checkpoint.huggingface.plan import (
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name
+from megafsdp.checkpoint.storage.locations import local_path
 from megafsdp.errors import MAX_NAMED, CheckpointError, listed
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
@@ -66,7 +67,9 @@ def import_hf(
         CheckpointError: The files are missing, damaged or of another model; on all ranks, before
             any of them touched its model.
     """
-    planned, error = attempt(lambda: _plan(model, Path(directory), config))
+    planned, error = attempt(
+        lambda: _plan(model, local_path(directory, purpose="Hugging Face files"), config)
+    )
     agree(True, error)
     assert planned is not None, "ranks that failed to plan have raised"
     _, error = attempt(lambda: _fill(model, *planned))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from megafsdp.checkpoint.megatron.names import TheirKey, joined_parts, place_in_stack, read_key
 from megafsdp.checkpoint.megatron.values import plain_args
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.errors import CheckpointError, listed
 
@@ -78,7 +78,7 @@ class Contents:
         """Note one thing that is wrong."""
         self.problems.setdefault(kind, []).append(key)
 
-    def require_sound(self, directory: Path) -> None:
+    def require_sound(self, directory: Location) -> None:
         """Refuse what is wrong, and common values that are missing.
 
         Raises:

@@ -45,6 +45,7 @@ from megafsdp.checkpoint.megatron.values import (
     their_rng_state,
     their_schedule,
 )
+from megafsdp.checkpoint.storage.locations import local_path
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, listed
@@ -106,7 +107,7 @@ def to_megatron(
         their_names = TheirNames(
             names, precision, transformer_impl, _num_experts(ours, names), is_grouped
         )
-        root = Path(target)
+        root = local_path(target, purpose="a checkpoint of Megatron-LM")
         temporary = on_disk.prepare(root, manifest.step)
         try:
             entries = manifest.tensors.values()

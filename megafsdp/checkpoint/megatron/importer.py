@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from megafsdp.checkpoint.megatron.values import (
     query_groups,
 )
 from megafsdp.checkpoint.state.matching import as_patterns
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
@@ -53,7 +53,7 @@ def from_megatron(
     ignore: Sequence[str] = (),
     separate_experts: bool = False,
     show_progress: bool = False,
-) -> Path:
+) -> Location:
     """Write a checkpoint of ours from one that Megatron-LM saved with ``fsdp_dtensor``.
 
     Weights, optimizer states, parameter groups, the learning rate schedule and the random states go
@@ -110,7 +110,7 @@ def from_megatron(
             return ours.publish()
 
 
-def _checked_step(directory: Path, common: Mapping[str, object]) -> int:
+def _checked_step(directory: Location, common: Mapping[str, object]) -> int:
     step, version = common["iteration"], common["checkpoint_version"]
     if not isinstance(step, int) or step < 0 or version != VERSION:
         raise CheckpointError.expected(
@@ -122,7 +122,7 @@ def _checked_step(directory: Path, common: Mapping[str, object]) -> int:
     return step
 
 
-def _checked_args(directory: Path, value: object) -> tuple[dict[str, object], list[str]]:
+def _checked_args(directory: Location, value: object) -> tuple[dict[str, object], list[str]]:
     if value is None:
         _LOGGER.warning("'%s' has no args: they are empty here", directory)
         return {}, []

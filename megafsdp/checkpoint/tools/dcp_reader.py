@@ -8,7 +8,6 @@ here: for those of Megatron-LM, see checkpoint/megatron.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from megafsdp.checkpoint.format.manifest import (
     TensorEntry,
     dtype_name,
 )
+from megafsdp.checkpoint.storage.locations import Location, size_of
 from megafsdp.checkpoint.tools.reader import ChunkReader
 from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_record
 from megafsdp.errors import CheckpointError
@@ -50,7 +50,7 @@ class DCPDirectory(ChunkReader):
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, Record] = {}
-        found = save_root.find(Path(directory), step, marker=DCP_METADATA_FILE)
+        found = save_root.find(directory, step, marker=DCP_METADATA_FILE)
         super().__init__(found, self.tensors)
         path = found / DCP_METADATA_FILE
         try:
@@ -121,15 +121,15 @@ class DCPDirectory(ChunkReader):
             ends[record.file] = max(ends.get(record.file, 0), record.offset + record.nbytes)
         for name, end in ends.items():
             path = self.directory / name
-            if Path(name).name != name:
+            if os.path.basename(name) != name:
                 raise _untrusted(self.directory, "records in files of its own", f"'{name}'")
-            nbytes = path.stat().st_size if path.is_file() else None
+            nbytes = size_of(path)
             if nbytes is None or nbytes < end:
                 found = "no such file" if nbytes is None else f"{nbytes} bytes"
                 raise _untrusted(path, f"a file of at least {end} bytes", found)
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(path: Location) -> dict[str, Any]:
     """Read a ``.metadata`` file as data.
 
     Returns:
@@ -180,7 +180,7 @@ def _record(place: object) -> Record:
     return Record(file, offset, nbytes, 0)
 
 
-def _untrusted(path: Path, what: str, got: object) -> CheckpointError:
+def _untrusted(path: Location, what: str, got: object) -> CheckpointError:
     return CheckpointError.expected(
         what,
         got,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from megafsdp.checkpoint.format.manifest import Chunk, Record, TensorEntry, read
 from megafsdp.checkpoint.format.records import RecordReader, require_files
 from megafsdp.checkpoint.format.regions import odd_cells, with_extent
 from megafsdp.checkpoint.state.fused import wholes_by_part
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ class ChunkReader(RecordReader):
         entries: What is stored, by key; may be filled later.
     """
 
-    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(self, directory: Location, entries: Mapping[str, TensorEntry]) -> None:
         super().__init__(directory)
         self._entries = entries
 
@@ -114,7 +114,7 @@ class CheckpointReader(ChunkReader):
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
-        path = save_root.find(Path(directory), step)
+        path = save_root.find(directory, step)
         self.manifest = read_manifest(path)
         super().__init__(path, self.manifest.tensors)
         require_files(self.manifest, path, self.manifest.files)
@@ -247,7 +247,7 @@ class CheckpointReader(ChunkReader):
         return scalars[0]
 
 
-def _no_such(kind: str, key: str, directory: Path) -> CheckpointError:
+def _no_such(kind: str, key: str, directory: Location) -> CheckpointError:
     return CheckpointError.expected(
         f"a stored {kind} '{key}'",
         "none",

@@ -7,13 +7,13 @@ does, and its manifest alone is read. ``save`` splits by the model itself, in st
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from megafsdp.checkpoint.format.manifest import path_of, read_manifest, section_of
 from megafsdp.checkpoint.format.regions import with_extent
 from megafsdp.checkpoint.state.canonical import state_key
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 
@@ -27,7 +27,7 @@ class FusedLike:
         like: The other checkpoint's directory; None stores everything whole.
     """
 
-    def __init__(self, like: Path | None) -> None:
+    def __init__(self, like: Location | None) -> None:
         self._like = None if like is None else read_manifest(like)
         self._where = f"'{like}'"
         fused = {} if self._like is None else self._like.fused_into

@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest, section_of
 from megafsdp.checkpoint.format.records import require_files
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.report import Report
 
 
@@ -130,13 +130,13 @@ def inspect(
     Raises:
         CheckpointError: There is none, or it is incomplete.
     """
-    path = on_disk.find(Path(directory), step)
+    path = on_disk.find(directory, step)
     manifest = read_manifest(path)
     require_files(manifest, path, manifest.files)
     return _summary(path, manifest, keys)
 
 
-def _summary(path: Path, manifest: Manifest, patterns: Sequence[str]) -> CheckpointSummary:
+def _summary(path: Location, manifest: Manifest, patterns: Sequence[str]) -> CheckpointSummary:
     def is_wanted(*keys: str) -> bool:
         return not patterns or any(fnmatchcase(k, pattern) for k in keys for pattern in patterns)
 

@@ -28,6 +28,7 @@ from megafsdp.checkpoint.state.canonical import (
 )
 from megafsdp.checkpoint.state.merge import common_facts
 from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
+from megafsdp.checkpoint.storage.locations import Location, local_path
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.stored_like import STATE_PREFIX, FusedLike
@@ -59,7 +60,7 @@ def to_torch(
         CheckpointError: There is no such checkpoint, it is damaged, the destination is a directory,
             or the disk is full; nothing is left behind.
     """
-    file = Path(destination)
+    file = local_path(destination, purpose="a torch.save file")
     _require_folder(file)
     with CheckpointReader(source, step) as reader, save_root.scratch_beside(file) as scratch:
         by_key: dict[str, object] = {}
@@ -168,7 +169,7 @@ def from_torch(
     *,
     fused_like: str | os.PathLike[str] | None = None,
     show_progress: bool = False,
-) -> Path:
+) -> Location:
     """Write the state dict in a ``torch.save`` file as a checkpoint; local.
 
     The file is mapped and written tensor by tensor. A dict of tensors alone is taken as a model's.
@@ -188,7 +189,7 @@ def from_torch(
     Raises:
         CheckpointError: The file is no such state dict, or its shapes are not those of the parts.
     """
-    entries = read_torch_file(Path(source))
+    entries = read_torch_file(local_path(source, purpose="a torch.save file"))
     like = FusedLike(None if fused_like is None else save_root.find(fused_like, None))
     tensors = {
         key: value

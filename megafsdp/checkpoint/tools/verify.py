@@ -31,6 +31,7 @@ from megafsdp.checkpoint.format.manifest import (
 )
 from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.checkpoint.format.regions import odd_cells
+from megafsdp.checkpoint.storage.locations import Location, file_names, size_of
 from megafsdp.checkpoint.tools.dcp_reader import places_of, read_metadata
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.report import Problem, Report
@@ -91,7 +92,7 @@ def verify(
     Raises:
         CheckpointError: There is no such checkpoint.
     """
-    path = save_root.find(Path(directory), step)
+    path = save_root.find(directory, step)
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -110,16 +111,16 @@ def verify(
     return VerifyReport(str(path), len(manifest.tensors), len(places), nbytes, tuple(findings))
 
 
-def _odd_files(path: Path, manifest: Manifest) -> Iterator[Problem]:
+def _odd_files(path: Location, manifest: Manifest) -> Iterator[Problem]:
     for name, nbytes in manifest.files.items():
-        file = path / name
-        if not file.is_file():
+        found = size_of(path / name)
+        if found is None:
             yield Problem(name, "", f"missing; {nbytes} bytes in the manifest")
-        elif file.stat().st_size != nbytes:
-            yield Problem(name, "", f"{file.stat().st_size} bytes; {nbytes} in the manifest")
-    for file in sorted(path.glob("*.distcp")):
-        if file.name not in manifest.files:
-            yield Problem(file.name, "", "not in the manifest")
+        elif found != nbytes:
+            yield Problem(name, "", f"{found} bytes; {nbytes} in the manifest")
+    for name in file_names(path):
+        if name.endswith(".distcp") and name not in manifest.files:
+            yield Problem(name, "", "not in the manifest")
 
 
 def _odd_layout(manifest: Manifest, places: list[tuple[Record, str]]) -> Iterator[Problem]:
@@ -138,7 +139,7 @@ def _odd_layout(manifest: Manifest, places: list[tuple[Record, str]]) -> Iterato
 
 
 def _odd_records(
-    path: Path, manifest: Manifest, places: list[tuple[Record, str]], bar: tqdm
+    path: Location, manifest: Manifest, places: list[tuple[Record, str]], bar: tqdm
 ) -> Iterator[Problem]:
     """Compare every record's checksum and content with the manifest, file by file."""
     missing = {
@@ -229,7 +230,7 @@ def _odd_parts(manifest: Manifest) -> Iterator[Problem]:
             yield Problem(MANIFEST_FILE, key, f"parts {shapes} cannot be joined along dim {dim}")
 
 
-def _odd_metadata(path: Path, manifest: Manifest) -> Iterator[Problem]:
+def _odd_metadata(path: Location, manifest: Manifest) -> Iterator[Problem]:
     """Compare ``.metadata`` with what the manifest would have written."""
     if not (path / DCP_METADATA_FILE).is_file():
         if DCP_METADATA_FILE not in manifest.files:
@@ -249,7 +250,7 @@ def _odd_metadata(path: Path, manifest: Manifest) -> Iterator[Problem]:
                 yield Problem(DCP_METADATA_FILE, key, f"{what} differ from the manifest's")
 
 
-def _metadata_facts(path: Path) -> dict[str, dict[str, str]]:
+def _metadata_facts(path: Location) -> dict[str, dict[str, str]]:
     """Return what a ``.metadata`` file says of each key, as texts to compare."""
     facts = read_metadata(path)
     # An index has a hint too, where its chunk stands in a list, which is no part of it.

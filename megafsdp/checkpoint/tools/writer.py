@@ -1,7 +1,7 @@
 """Write a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
 
 Converters and imports write through this file. It leaves the files that ``save`` leaves: records in
-``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published by one rename. Each tensor is
+``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published at once. Each tensor is
 written when it is added, so its memory can be freed. The state of a model is saved by
 checkpoint/save.py.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
 
 import torch
 
 from megafsdp.buffer.dtensor.uneven_layout import Region
-from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, dtype_name, joining
 from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.state.merge import common_facts, library_versions
+from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
@@ -35,7 +35,7 @@ class CheckpointWriter:
     because ``load`` asks for them.
 
     Args:
-        directory: The save root.
+        directory: The save root, a path or the URL of a store.
         step: The training step, which names the directory.
         world_size: Number of ranks whose random states are added, as ``rng.<rank>``; with 0, a load
             leaves random states alone.
@@ -47,7 +47,7 @@ class CheckpointWriter:
     def __init__(
         self, directory: str | os.PathLike[str], step: int, *, world_size: int = 0
     ) -> None:
-        self._root = Path(directory)
+        self._root = location_of(directory)
         if not isinstance(step, int) or step < 0:
             raise CheckpointError.expected(
                 "a step of at least 0",
@@ -57,8 +57,9 @@ class CheckpointWriter:
             )
         self._manifest = Manifest(step, world_size, library_versions(), {}, {}, {}, {})
         self._is_published = False
-        self._temporary = save_root.prepare(self._root, step)
-        self._records = RecordWriter(self._temporary, 0)
+        self._saves = saves_to(self._root)
+        self._draft = self._saves.prepare(step)
+        self._records = RecordWriter(self._draft.folder, 0, suffix=self._draft.suffix)
 
     def __enter__(self) -> CheckpointWriter:
         """Return the writer."""
@@ -69,8 +70,7 @@ class CheckpointWriter:
         if self._is_published:
             return
         self._records.close(is_durable=False)
-        if self._temporary.exists():
-            save_root.remove(self._temporary)
+        self._saves.discard(self._draft)
 
     def add_tensor(
         self,
@@ -164,7 +164,7 @@ class CheckpointWriter:
         self._require_tensors(key, parts, self._manifest.stored())
         self._manifest.fused_into[key] = joining(list(parts), dim, num_groups)
 
-    def publish(self) -> Path:
+    def publish(self) -> Location:
         """Make the files durable and the directory the checkpoint of its step, and the latest.
 
         Returns:
@@ -177,8 +177,8 @@ class CheckpointWriter:
             self.add_object("common", common_facts(manifest.step, manifest.world_size, {}))
         self._records.close(is_durable=True)
         manifest.files[self._records.file_name] = self._records.nbytes
-        save_root.write_descriptions(manifest, self._temporary)
-        final = save_root.publish(self._temporary, self._root, manifest.step)
+        self._saves.describe(manifest, self._draft)
+        final = self._saves.publish(self._draft)
         self._is_published = True
         return final
 

@@ -11,19 +11,24 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import inspect
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.config.blend import separate_weights, words_of
+from megafsdp.training.config.described import (
+    DescribedValue,
+    sections,
+    summary_of,
+    values_of,
+)
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.words import type_in_words, value_in_words
 
@@ -93,7 +98,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
             has the wrong type or is out of its range.
     """
     try:
-        given, unknown = _parser(_sections()).parse_known_args(arguments)
+        given, unknown = _parser(sections()).parse_known_args(arguments)
     except (argparse.ArgumentError, yaml.YAMLError) as error:
         raise _unreadable(str(error), _COMMAND_LINE) from error
     if given.help is not None:
@@ -164,29 +169,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _sections() -> dict[str, type]:
-    """Return the class of each section by its name."""
-    hints = get_type_hints(Config)
-    return {field.name: hints[field.name] for field in fields(Config)}
-
-
 def _known_names() -> dict[str, Any]:
     """Return the default of each field by its ``section.field``."""
-    return {path: default for cls in _sections().items() for path, _, default in _options(*cls)}
+    return {value.path: value.default for value in _all_values()}
 
 
-def _options(prefix: str, cls: type) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, type and default of each field of a section, and of groups of values in it."""
-    defaults, hints = cls(), get_type_hints(cls, include_extras=True)
-    for name, hint in hints.items():
-        yield f"{prefix}.{name}", hint, getattr(defaults, name)
-        for part in _groups(hint):
-            yield from _options(f"{prefix}.{name}", part)
-
-
-def _groups(hint: Any) -> list[type]:
-    """Return the dataclasses that a value may be of."""
-    return [part for part in get_args(hint) if isinstance(part, type) and is_dataclass(part)]
+def _all_values() -> Iterator[DescribedValue]:
+    for name, cls in sections().items():
+        yield from values_of(name, cls)
 
 
 class _Option(argparse.Action):
@@ -196,7 +186,7 @@ class _Option(argparse.Action):
         namespace.options = [*namespace.options, (option_string, values)]
 
 
-def _parser(sections: Mapping[str, type]) -> argparse.ArgumentParser:
+def _parser(chosen: Mapping[str, type]) -> argparse.ArgumentParser:
     """Return a parser with an option for each field of some sections."""
     parser = argparse.ArgumentParser(
         usage=_USAGE,
@@ -210,50 +200,34 @@ def _parser(sections: Mapping[str, type]) -> argparse.ArgumentParser:
     names, text = ("--print-config", "--print_config"), "Print the values as YAML and exit."
     parser.add_argument(*names, action="store_true", help=text)
     parser.set_defaults(options=[])
-    for section, cls in sections.items():
-        group = parser.add_argument_group(section, _summary(cls))
-        described = _descriptions(section, cls)
-        for path, hint, default in _options(section, cls):
-            kind, spelt = type_in_words(hint), json.dumps(default)
+    for section, cls in chosen.items():
+        group = parser.add_argument_group(section, summary_of(cls))
+        for value in values_of(section, cls):
+            kind, spelt = type_in_words(value.hint), json.dumps(value.default)
             group.add_argument(
-                *(f"--{path}{sign}" for sign in ("", "+")[: 1 + ("a list, each" in kind)]),
+                *(f"--{value.path}{sign}" for sign in ("", "+")[: 1 + ("a list, each" in kind)]),
                 action=_Option,
                 dest="options",
-                type=_text if hint in (str, str | None) else _value,
+                type=_text if value.hint in (str, str | None) else _value,
                 metavar="VALUE",
-                help=f"{described[path]} ({kind}; default {spelt})".replace("%", "%%"),
+                help=f"{value.description} ({kind}; default {spelt})".replace("%", "%%"),
             )
     return parser
 
 
-def _summary(cls: type) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-
-
-def _descriptions(prefix: str, cls: type) -> dict[str, str]:
-    """Return the description of each field of a section by its path, out of the docstring."""
-    text = inspect.cleandoc(cls.__doc__ or "")
-    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
-    described = {f"{prefix}.{name}": description for name, description in found}
-    for name, hint in get_type_hints(cls).items():
-        for part in _groups(hint):
-            described |= _descriptions(f"{prefix}.{name}", part)
-    return described
-
-
 def _help(wanted: Collection[str]) -> str:
     """Return the help of some sections; without any, their list."""
-    sections = _sections()
+    known = sections()
     for name in wanted:
-        if name not in (*sections, _ALL_SECTIONS):
-            raise _unknown(name, f"--help {name}", [*sections, _ALL_SECTIONS])
+        if name not in (*known, _ALL_SECTIONS):
+            raise _unknown(name, f"--help {name}", [*known, _ALL_SECTIONS])
     if not wanted:
-        width = max(map(len, sections)) + 2
-        rows = [f"  {name:<{width}}{_summary(cls)}" for name, cls in sections.items()]
+        width = max(map(len, known)) + 2
+        rows = [f"  {name:<{width}}{summary_of(cls)}" for name, cls in known.items()]
         how = "megafsdp train --help SECTION describes the values of a section."
         return "\n".join([_parser({}).format_help(), "sections:", *rows, "", how, ""])
     is_all = _ALL_SECTIONS in wanted
-    chosen = {name: cls for name, cls in sections.items() if is_all or name in wanted}
+    chosen = {name: cls for name, cls in known.items() if is_all or name in wanted}
     return _parser(chosen).format_help()
 
 
@@ -298,10 +272,10 @@ def _checked(values: object, where: str) -> Config:
 def _wrong_type(values: object, place: Sequence[object], where: str) -> ConfigError:
     """Return the error of a value that is not of its type, with the whole value of its field."""
     # Parts of a list, and each type that a value may be of, are places of their own.
-    hints = {path: hint for cls in _sections().items() for path, hint, _ in _options(*cls)}
+    hints = {value.path: value.hint for value in _all_values()}
     names: list[str] = []
     for part in place:
-        if ".".join([*names, str(part)]) not in (*_sections(), *hints):
+        if ".".join([*names, str(part)]) not in (*sections(), *hints):
             break
         names.append(str(part))
         values = values.get(part) if isinstance(values, Mapping) else values

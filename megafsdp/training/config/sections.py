@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.data.tokenizer import BYTE_SPEC, TOKENIZER_FILE
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
@@ -288,7 +289,8 @@ class CheckpointSection:
     """Checkpoints; one is always saved at the end, also by SIGTERM, SIGINT or a NaN.
 
     Attributes:
-        directory: Where, for one job at a time; null for checkpoints in the run's directory.
+        directory: Where, for one job at a time; null for checkpoints in the run's directory. A URL
+            such as s3://bucket/run is a folder of an object store.
         interval_steps: Steps between checkpoints; null saves at the end only.
         keep_last: Number of newest checkpoints to keep; null keeps all.
         keep_every: Keep also steps that are multiples of this.
@@ -454,15 +456,15 @@ class Config:
         return BYTE_SPEC if saved is None else str(Path(saved) / TOKENIZER_FILE)
 
     @property
-    def separate_checkpoints(self) -> Path | None:
+    def separate_checkpoints(self) -> Location | None:
         """Return the folder of the checkpoints if it is set; None for that in the run's."""
         return None if self.checkpoint.directory is None else self.checkpoint_directory
 
     @property
-    def checkpoint_directory(self) -> Path:
-        """Return the folder of the checkpoints."""
+    def checkpoint_directory(self) -> Location:
+        """Return the folder of the checkpoints, which may be in an object store."""
         given = self.checkpoint.directory
-        return self.run_directory / "checkpoints" if given is None else Path(given)
+        return self.run_directory / "checkpoints" if given is None else location_of(given)
 
     def micro_batch_size(self, dp_size: int) -> int:
         """Return the number of samples of one forward on one of ``dp_size`` data ranks."""

@@ -40,6 +40,13 @@ def validate(config: Config, *, world_size: int) -> None:
         ConfigError: A value is out of its range, or values contradict each other.
         NotImplementedError: A degree is not built for training.
     """
+    require(
+        "://" not in config.run.directory,
+        "run.directory",
+        "a local folder, to which metrics are appended",
+        f"the URL '{config.run.directory}'",
+        "Set checkpoint.directory to the URL, and run.directory to a folder of this machine",
+    )
     validate_sharding(config, world_size=world_size)
     _check_length(config.train)
     _check_profile(config, world_size)

@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import lock_descriptor
 
 from megafsdp.buffer.comm.collectives import broadcast_object
+from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.process.world import World
 
@@ -24,7 +25,7 @@ LOCK_FILE = "run.lock"
 
 
 @contextlib.contextmanager
-def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> Iterator[None]:
+def sole_job(folder: Path, world: World, *, checkpoints: Location | None = None) -> Iterator[None]:
     """Keep other jobs out of a run's folders; collective over all ranks on entry.
 
     The first rank makes the folders and locks a file in each. The lock ends with that process, also
@@ -35,7 +36,7 @@ def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> 
         folder: The run's.
         world: Its processes.
         checkpoints: The folder of its checkpoints, if it is set apart; whether it can be written to
-            is checked before the first step.
+            is checked before the first step. In an object store nothing can be locked.
 
     Raises:
         ConfigError: Another job holds a lock, or the run's folder cannot be written to; on all
@@ -46,8 +47,10 @@ def sole_job(folder: Path, world: World, *, checkpoints: Path | None = None) -> 
         if world.is_first:
             try:
                 _lock(files, folder, "run.directory")
+                if checkpoints is not None and not isinstance(checkpoints, Path):
+                    _warn(checkpoints, NotImplementedError("object stores have no locks"))
                 # A process cannot lock one file twice.
-                if checkpoints and checkpoints.resolve() != folder.resolve():
+                elif checkpoints and checkpoints.resolve() != folder.resolve():
                     _lock(files, checkpoints, "checkpoint.directory")
             except ConfigError as error:
                 refusal = str(error)
@@ -87,7 +90,7 @@ def _lock(files: contextlib.ExitStack, folder: Path, option: str) -> None:
         raise ConfigError(expected(what, holder or "another process", where=where, hint=hint))
 
 
-def _warn(folder: Path, error: OSError) -> None:
+def _warn(folder: Location, error: Exception) -> None:
     _LOGGER.warning(
         "'%s' cannot be locked, so another job started there would mix its files with this"
         " one's: %s: %s",

@@ -119,7 +119,7 @@ def test_retention_removes_old_steps_only(
     """What is kept: the latest, later ones, the newest few before, and the multiples."""
     latest = choice.choice(sorted(steps))  # type: ignore[attr-defined]
     root = _root_with(tmp_path_factory.mktemp("root"), sorted(steps), latest)
-    removed = on_disk.prune(root, keep_last=keep_last, keep_every=keep_every)
+    removed = on_disk.prune(root, keep_last=keep_last, keep_every=keep_every, retire=on_disk.retire)
     kept = set(on_disk.published_steps(root))
     assert kept == steps - set(removed)
     assert {step for step in steps if step >= latest} <= kept

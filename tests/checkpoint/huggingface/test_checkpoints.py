@@ -15,6 +15,7 @@ from megafsdp import checkpoint, full_state_dict
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model
+from tests.checkpoint.faulty_store import FaultyStore
 from tests.checkpoint.huggingface.allocator import allocated
 from tests.checkpoint.huggingface.hf_models import (
     DENSE,
@@ -112,6 +113,17 @@ def test_what_transformers_saves_becomes_a_checkpoint_and_comes_back(
             assert torch.equal(ours.tensor(key), own.tensor(key)), key
             assert ours.manifest.tensors[key].fused == own.manifest.tensors[key].fused, key
     checkpoint.export_hf_checkpoint(tmp_path / "root", tmp_path / "exported", dtype=None)
+    assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
+
+
+def test_files_become_a_checkpoint_in_a_store_and_come_back(tmp_path: Path) -> None:
+    """The checkpoint lies in the store, the files on the machine."""
+    root = FaultyStore(tmp_path / "store").root
+    their_model("llama", False).save_pretrained(tmp_path / "pretrained")
+    made = checkpoint.import_hf_checkpoint(tmp_path / "pretrained", root)
+    assert made.directory == f"{root}/iter_0000000"
+    assert len(made.files) == 1
+    checkpoint.export_hf_checkpoint(root, tmp_path / "exported", dtype=None)
     assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
 
 

@@ -265,7 +265,11 @@ def _slices_are_freed() -> None:
     net(*mine(batches(1)[0]))
     assert live[Category.COMPUTE_WEIGHT] > 0
     adamw(net).step()
-    net(*mine(batches(1, seed=3)[0])).backward()
+    again = shard(Net(), reshard_after_forward=True)
+    load_full_state_dict(again, full_state_dict(net))
+    loss = net(*mine(batches(1, seed=3)[0]))
+    assert torch.equal(loss, again(*mine(batches(1, seed=3)[0]))), "the step's weights are read"
+    loss.backward()
     assert live[Category.COMPUTE_WEIGHT] == 0
     net.norm.register_forward_hook(lambda _, __, y: y.register_hook(lambda g: 1 / 0) and None)
     loss = net(*mine(batches(1)[0]))

@@ -1,0 +1,90 @@
+"""How a save becomes a checkpoint at once: on a disk by a rename, in a store by its manifest.
+
+The one place that tells the two apart; writers ask :func:`saves_to` and go the same way in both:
+prepare, write files, describe, publish, prune, and discard where it fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megafsdp.checkpoint.format import save_root
+from megafsdp.checkpoint.format.manifest import Manifest
+from megafsdp.checkpoint.format.save_root import Draft
+from megafsdp.checkpoint.format.store_root import StoreSaves
+from megafsdp.checkpoint.storage.locations import Location
+from megafsdp.checkpoint.storage.store_path import StorePath
+
+
+class Saves(Protocol):
+    """Saves to one root; all of it runs on rank 0."""
+
+    def prepare(self, step: int) -> Draft:
+        """Begin a checkpoint, after removing what saves that died have left.
+
+        Raises:
+            CheckpointError: The step is the published one already, or the root is no directory.
+        """
+
+    def describe(self, manifest: Manifest, draft: Draft) -> None:
+        """Write ``.metadata`` and, last, the manifest, durably.
+
+        Args:
+            manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
+            draft: The begun checkpoint, with all records in it.
+        """
+
+    def publish(self, draft: Draft) -> Location:
+        """Make a described draft the latest checkpoint and return its directory."""
+
+    def discard(self, draft: Draft) -> None:
+        """Remove what was written of a draft, unless it was published; warn if it stays."""
+
+    def prune(self, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+        """Remove the checkpoints that :func:`save_root.prune` chooses, and return their steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSaves:
+    """Saves to a directory of a file system, published by one rename.
+
+    Attributes:
+        root: The save root.
+    """
+
+    root: Path
+
+    def prepare(self, step: int) -> Draft:
+        """Make the temporary directory."""
+        return Draft(self.root, save_root.prepare(self.root, step), step)
+
+    def describe(self, manifest: Manifest, draft: Draft) -> None:
+        """Write both files and wait until they are on the disk."""
+        save_root.write_descriptions(manifest, _on_disk(draft))
+
+    def publish(self, draft: Draft) -> Location:
+        """Rename the directory, then move the tracker."""
+        return save_root.publish(_on_disk(draft), self.root, draft.step)
+
+    def discard(self, draft: Draft) -> None:
+        """Remove the temporary directory; after the renaming there is none."""
+        if _on_disk(draft).exists():
+            save_root.remove(_on_disk(draft))
+
+    def prune(self, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+        """Rename old directories away, then remove them."""
+        return save_root.prune(
+            self.root, keep_last=keep_last, keep_every=keep_every, retire=save_root.retire
+        )
+
+
+def saves_to(root: Location) -> Saves:
+    """Return how saves to a root are made."""
+    return StoreSaves(root) if isinstance(root, StorePath) else DiskSaves(root)
+
+
+def _on_disk(draft: Draft) -> Path:
+    assert isinstance(draft.folder, Path), "the draft of a disk"
+    return draft.folder

@@ -1,0 +1,110 @@
+"""Local paths and URLs of stores by one name, and the questions that both answer differently.
+
+A text with ``://`` is a URL, anything else a path. ``file://`` is a path too. Paths stay pathlib's,
+so that what is done with local files is the same with and without stores.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+from typing import TypeVar
+
+from megafsdp.checkpoint.storage.store_path import StorePath
+from megafsdp.errors import CheckpointError
+
+Location = Path | StorePath
+# One of the two, where a function returns the kind that it got.
+L = TypeVar("L", bound=Location)
+
+_LOCAL_SCHEMES = ("file", "local")
+# What pathlib leaves of the URLs of common stores.
+_BROKEN_SCHEMES = frozenset({"s3:", "s3a:", "gs:", "gcs:", "az:", "abfs:", "abfss:", "memory:"})
+
+
+def location_of(directory: str | os.PathLike[str]) -> Location:
+    """Return the place that a caller names; nothing is opened.
+
+    Args:
+        directory: A local path, or the URL of a folder in a store, such as ``s3://bucket/run``.
+
+    Raises:
+        CheckpointError: A URL has become a path of pathlib, which joins its slashes.
+    """
+    if isinstance(directory, StorePath):
+        return directory
+    text = os.fspath(directory)
+    scheme, mark, rest = text.partition("://")
+    if mark:
+        return Path(rest) if scheme in _LOCAL_SCHEMES else StorePath(text)
+    if (
+        isinstance(directory, PurePath)
+        and directory.parts[:1]
+        and (directory.parts[0] in _BROKEN_SCHEMES)
+    ):
+        raise CheckpointError.expected(
+            "the URL of a store as text",
+            f"a {type(directory).__name__}, which has one slash less",
+            where=f"'{directory}'",
+            hint="Give a str, such as 's3://bucket/run', and join with '/'",
+        )
+    return Path(directory)
+
+
+def joined(folder: L, name: str) -> L:
+    """Return what has a name in a folder, of the folder's kind."""
+    return folder / name  # type: ignore[return-value]
+
+
+def local_path(directory: str | os.PathLike[str], *, purpose: str) -> Path:
+    """Return a place that must be on the machine itself.
+
+    Args:
+        directory: A local path.
+        purpose: What it is for, to be named in the error.
+
+    Raises:
+        CheckpointError: It is a URL of a store.
+    """
+    location = location_of(directory)
+    if isinstance(location, Path):
+        return location
+    raise CheckpointError.expected(
+        f"a local path for {purpose}",
+        "the URL of a store",
+        where=f"'{location}'",
+        hint="Give a local path, and copy the files with the store's own tool, such as aws s3 cp",
+    )
+
+
+def size_of(file: Location) -> int | None:
+    """Return the size of a file in bytes; None if there is no such file.
+
+    Raises:
+        CheckpointError: The store does not answer.
+    """
+    if isinstance(file, StorePath):
+        return file.nbytes()
+    return file.stat().st_size if file.is_file() else None
+
+
+def is_folder(location: Location) -> bool:
+    """Return whether a place is a folder; in a store, whether any object is below it.
+
+    Raises:
+        CheckpointError: The store does not answer.
+    """
+    return any(location.list_names()) if isinstance(location, StorePath) else location.is_dir()
+
+
+def file_names(folder: Location) -> list[str]:
+    """List the names of the files in a folder, in order; none if there is no such folder.
+
+    Raises:
+        CheckpointError: The store does not answer.
+    """
+    if isinstance(folder, StorePath):
+        return folder.list_names()[0]
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
