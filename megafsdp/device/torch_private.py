@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -155,6 +156,21 @@ def empty_wrapper(
     return torch.Tensor._make_wrapper_subclass(
         cls, tuple(shape), strides=tuple(stride), dtype=dtype, device=device, storage_size=0
     )
+
+
+def is_replaceable(tensor: torch.Tensor) -> bool:
+    """Return whether :func:`replace_tensor` can: no graph, reducer or weak reference is on it.
+
+    Public: none; ``swap_tensors`` raises after it was called. 2.11 to 2.13.
+    """
+    if weakref.getweakrefs(tensor):
+        return False
+    count = tensor._use_count()  # type: ignore[attr-defined]
+    if count == 2 and tensor.is_leaf and tensor.requires_grad:
+        # One of them may be the node that accumulates its gradient; if not, this makes that.
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        return tensor._use_count() == 2 and edge.node is not None  # type: ignore[attr-defined]
+    return bool(count == 1)
 
 
 def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -19,14 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.uneven import local_object
-from megafsdp.device.torch_private import replace_tensor
+from megafsdp.device.torch_private import is_replaceable, replace_tensor
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.policy_names import matching_names
 from megafsdp.fsdp.runtime.torch_fsdp import (
-    CutWeight,
-    cut_weight_of,
     encode_main_weights,
     quantized_parameters,
+    require_main_weight,
     shard_of,
 )
 from megafsdp.fsdp.runtime.unit import units_below
@@ -41,6 +40,7 @@ from megafsdp.mesh.torch_private import (
 )
 from megafsdp.quantize.delayed import DelayedState
 from megafsdp.quantize.formats import WeightFormat
+from megafsdp.quantize.main_weight import MainWeight
 from megafsdp.quantize.recipes import RECIPE_NAMES, QuantizationRecipe, recipe_of
 from megafsdp.quantize.shard import QuantizedShard, new_shard
 from megafsdp.quantize.tiles import SOURCE_DTYPES
@@ -110,8 +110,8 @@ def quantize_(
     Raises:
         ValueError: There is no such recipe, a name matches nothing, no weight can be quantized, or
             ranks would have parts of a tile or no rows; on all ranks, before anything is changed.
-        RuntimeError: The model is quantized already, has run its first forward, or is sharded by
-            megafsdp.
+        RuntimeError: The model is quantized already, has run its first forward, is sharded by
+            megafsdp, or other code refers to its parameters, such as DistributedDataParallel.
     """
     recipe = recipe_of(recipe)
     cuts = torch_shards(model)
@@ -130,6 +130,7 @@ def quantize_(
     # All of them before the first is changed, and from what all ranks know: none is left waiting.
     for each in found:
         _check_cut(each, recipe)
+    _check_references(found)
     _quantize(found, recipe)
     # The first step of another optimizer is refused there, before its moments change.
     watch_optimizer_steps()
@@ -171,7 +172,7 @@ def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = No
     # Only now, after every tensor was checked. The writes are counted, so that the values are seen
     # as newer than codes that were loaded before.
     for name, own in rows.items():
-        cut_weight_of(shards[name]).values.copy_(own)
+        require_main_weight(shards[name]).values.copy_(own)
     encode_main_weights(list(shards.values()))
 
 
@@ -190,7 +191,7 @@ def _own_rows(name: str, parameter: nn.Parameter, given: torch.Tensor) -> torch.
         # Replicas first, then rows of one axis: no model axis.
         if placed[-1] == 0 and all(dim is None for dim in placed[:-1]):
             assert isinstance(own, QuantizedShard), "the parameter is quantized"
-            first = cut_weight_of(own).first_row
+            first = require_main_weight(own).first_row
             return given[first : first + own.shape[0]]
     raise ValueError(
         expected(
@@ -317,6 +318,22 @@ def _check_cut(each: _Found, recipe: QuantizationRecipe) -> None:
         raise ValueError(expected(what, got, where=where, hint=hint))
 
 
+def _check_references(found: Sequence[_Found]) -> None:
+    """Check that plain parameters can be replaced, of which no collective knows."""
+    plain = [each for each in found if not isinstance(each.parameter, DTensor)]
+    name = next((each.name for each in plain if not is_replaceable(each.parameter)), None)
+    if name is not None:
+        raise RuntimeError(
+            expected(
+                "parameters that nothing but modules and optimizers refers to",
+                "others, as DistributedDataParallel, graphs of outputs and weak references are",
+                where=f"'{name}' in {_WHERE}",
+                hint="Quantize before DistributedDataParallel(model, init_sync=False), on ranks "
+                "of equal weights, and drop outputs of earlier forwards",
+            )
+        )
+
+
 def _has_all_ranks(each: _Found) -> bool:
     """Return whether ranks that read a scale of their own agree on it."""
     if each.weight_mesh is None or each.cut is None or each.cut.num_ranks == 1:
@@ -336,7 +353,7 @@ def _hint_of_rows(form: WeightFormat, shape: tuple[int, ...]) -> str:
     )
 
 
-def _cut_weight(each: _Found, recipe: QuantizationRecipe, values: torch.Tensor) -> CutWeight:
+def _main_weight(each: _Found, recipe: QuantizationRecipe, values: torch.Tensor) -> MainWeight:
     """Return where the rows of a parameter lie, and who has others under its scales."""
     form, is_stack = recipe.weight, len(each.shape) == 3
     is_shared = form.has_shared_scale(each.shape)
@@ -364,7 +381,7 @@ def _cut_weight(each: _Found, recipe: QuantizationRecipe, values: torch.Tensor) 
         shape, offset = tuple(values.shape), 0
     elif not form.is_per_tensor:
         shape, offset = _joined_parts(each, first)
-    return CutWeight(
+    return MainWeight(
         values,
         shape,
         offset,
@@ -472,7 +489,7 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
         if recipe.history:
             num_matrices = rows.shape[0] if rows.ndim == 3 else 1
             state = DelayedState(recipe.history, num_matrices=num_matrices, device=rows.device)
-        main = _cut_weight(each, recipe, values)
+        main = _main_weight(each, recipe, values)
         shard = new_shard(
             rows.shape,
             recipe,

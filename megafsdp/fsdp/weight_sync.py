@@ -35,7 +35,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import mark_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
-from megafsdp.fsdp.runtime.torch_fsdp import shard_of
+from megafsdp.fsdp.runtime.torch_fsdp import shard_of, write_full_values
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
 from megafsdp.quantize.tensor import QuantizedTensor
@@ -208,9 +208,12 @@ def watch_optimizer_steps() -> None:
 
 
 def _write_from_full(tensor: DTensor, full: torch.Tensor) -> bool:
-    """Take the own rows of a full tensor that torch's setters of states give; local."""
+    """Take the own rows of a full tensor that torch's setters of states give.
+
+    Local, but for quantized parameters, whose scales ranks may share.
+    """
     if not isinstance(tensor, UnevenDTensor):
-        return False
+        return write_full_values(tensor, full)
     wait_before_load()
     wait_for_writer(local_of(tensor))
     tensor.copy_from_full_(full)

@@ -34,7 +34,7 @@ from torch import Tensor
 from megafsdp.errors import expected
 
 INPUT, GRAD = 0, 1
-# Of inputs and of output gradients, for each parameter with a history.
+# What layers record of each parameter with a history: of these two.
 NUM_PENDING = 2
 # Of states that are rolled together: copies of their histories then stay in a cache.
 _MAX_TOGETHER = 64

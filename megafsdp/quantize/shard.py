@@ -11,6 +11,7 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``split``, ``chunk``, ``narrow``, ``w[a:b]`` along dim 0, between tiles | the same codes |
 | ``narrow``, ``w[:, a:b]`` of a matrix along dim 1, between tiles | quantized, codes copied |
 | ``clone``, ``deepcopy``, ``.cpu()``, ``.to(device)``, ``pin_memory`` | quantized, buffers copied |
+| ``deepcopy``, ``.to(device)`` or a pickle of a plain model's parameter | its main weight too |
 | ``new_zeros``, ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
 | ``copy_`` of a quantized tensor of the format and shape | the bytes are copied |
 | ``is_pinned`` | whether the codes are |
@@ -28,55 +29,32 @@ gathered_rows.py. No tensor has a process group.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megafsdp.device.torch_private import OpOverload, version_of
+from megafsdp.device.torch_private import OpOverload
 from megafsdp.errors import expected
 from megafsdp.quantize.delayed import DelayedState
 from megafsdp.quantize.formats import ScalesOfRows
 from megafsdp.quantize.gathered_rows import Gather, GatheredRows
+from megafsdp.quantize.main_weight import MainWeight
 from megafsdp.quantize.recipes import RECIPE_NAMES, QuantizationRecipe, recipe_of
-from megafsdp.quantize.tensor import Fields, Part, QuantizedTensor, check, make
+from megafsdp.quantize.tensor import (
+    Fields,
+    Part,
+    QuantizedTensor,
+    check,
+    make,
+    viewed_shape,
+)
 
 _aten = torch.ops.aten
 _PAYLOAD_VERSION = 1
-
-
-@dataclass(slots=True)
-class MainWeight:
-    """The fp32 values that a parameter's codes are made from; an optimizer steps them.
-
-    Attributes:
-        values: Of this rank, like the parameter.
-        encoded_version: The version of the values at their last encoding.
-        has_other_codes: Whether codes were copied to the parameter since.
-    """
-
-    values: Tensor
-    encoded_version: int = field(default=-1, kw_only=True)
-    has_other_codes: bool = field(default=False, kw_only=True)
-
-    def replace(self, values: Tensor) -> None:
-        """Use other memory, with other values."""
-        if values is not self.values:
-            self.values, self.encoded_version = values, -1
-
-    def note_encoded(self) -> None:
-        """Record that codes and values agree."""
-        self.encoded_version, self.has_other_codes = version_of(self.values), False
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Return None: torch stages parameters for a save attribute by attribute."""
-
-    @property
-    def is_overtaken(self) -> bool:
-        """Return whether codes were loaded and values were not."""
-        return self.has_other_codes and version_of(self.values) == self.encoded_version
+_DAMAGED = "The file is damaged: load another copy"
 
 
 class _Outer(NamedTuple):
@@ -110,6 +88,18 @@ class QuantizedShard(GatheredRows):
             return super().with_part(part)
         return _over(self, part, self.main, self._outer, self.scale_shape)
 
+    def refusal(self, what: str) -> RuntimeError:
+        """Return the error of a write to the parameter, which has its values elsewhere."""
+        return RuntimeError(
+            expected(
+                "values by megafsdp.requantize_(), or steps of megafsdp.FusedAdam",
+                f"{what}, on codes that are made from fp32 main weights",
+                where=f"the quantized parameter '{self.fqn}' of shape {tuple(self.stored_shape)}",
+                hint="Call requantize_(model, values) on all ranks, build FusedAdam over "
+                "model.parameters(), and give DistributedDataParallel init_sync=False",
+            )
+        )
+
     @classmethod
     def __torch_function__(
         cls,
@@ -139,11 +129,25 @@ class QuantizedShard(GatheredRows):
                 return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
+        """Return as any quantized tensor what a compiled graph depends on."""
+        names, rest = super().__tensor_flatten__()
+        return names, (*rest, self.scale_shape)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], rest: tuple[Any, ...], size: object, stride: object
+    ) -> QuantizedShard:
+        """Make a parameter over other buffers, as the compiler does; it has no main weight."""
+        recipe, stored_shape, dtype, part, scale_shape = rest
+        fields = Fields(inner["codes"], inner["table"], recipe, stored_shape, dtype, None, "")
+        return _over(fields, part, None, None, scale_shape)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy buffers, histories and gradient."""
-        copied: Tensor = self.detach().clone()
-        if isinstance(self, nn.Parameter):
-            copied = nn.Parameter(copied)
+        """Copy buffers, histories, gradient, and a plain model's main weight."""
+        made = _clone(self)
+        made.main = _copied_main(self, lambda values: copy.deepcopy(values, memo))
+        copied: Tensor = nn.Parameter(made) if isinstance(self, nn.Parameter) else made
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
         if self.is_leaf and self.grad is not None:
@@ -154,6 +158,7 @@ class QuantizedShard(GatheredRows):
         """Pickle buffers and plain values, by the name of one function."""
         state = self.state
         histories = None if state is None else tuple(h.clone() for h in state.histories())
+        main = _copied_main(self, _compact)
         description = {
             "codes": _compact(self.codes),
             "table": _compact(self.table),
@@ -167,6 +172,7 @@ class QuantizedShard(GatheredRows):
             "is_parameter": isinstance(self, nn.Parameter),
             "requires_grad": self.requires_grad,
             "histories": histories,
+            "main_weight": None if main is None else main.values,
         }
         return rebuild_quantized, (_PAYLOAD_VERSION, description)
 
@@ -227,7 +233,7 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
                 f"the fields {', '.join(sorted(_FIELDS))}",
                 f"none named {', '.join(lacking)}",
                 where=where,
-                hint="The file is damaged: load another copy",
+                hint=_DAMAGED,
             )
         )
     activations = description["quantizes_activations"]
@@ -235,12 +241,19 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
     shape, dtype = tuple(description["shape"]), getattr(torch, description["dtype"])
     codes, table = description["codes"], description["table"]
     check(codes, table, recipe, shape, is_cut=True)
+    # Of a plain model's parameter alone.
+    values, main = description.get("main_weight"), None
+    if values is not None:
+        if (values.dtype, tuple(values.shape)) != (torch.float32, shape):
+            what, got = f"a main weight of shape {shape} in torch.float32", tuple(values.shape)
+            raise ValueError(expected(what, f"{got} in {values.dtype}", where=where, hint=_DAMAGED))
+        main = MainWeight.of_whole(values)
     state = None
     if description["histories"] is not None:
         state = DelayedState.of_histories(*description["histories"])
     fields = Fields(codes, table, recipe, shape, dtype, state, description["name"])
     part = Part(is_flat=description["is_flat"])
-    made: Tensor = _over(fields, part, None, None, tuple(description["scale_shape"]))
+    made: Tensor = _over(fields, part, main, None, tuple(description["scale_shape"]))
     if description["is_parameter"]:
         made = nn.Parameter(made)
     return made.requires_grad_(description["requires_grad"])
@@ -393,16 +406,13 @@ def _slice(
 
 
 def _view(shard: QuantizedShard, size: Sequence[int]) -> Tensor | None:
-    numel, sizes = shard.numel(), list(size)
-    if -1 in sizes:
-        known = -torch.Size(sizes).numel()
-        sizes[sizes.index(-1)] = numel // max(known, 1)
-    if tuple(sizes) == shard.stored_shape:
+    shape = viewed_shape(shard, size)
+    if shape == shard.stored_shape:
         return shard.with_part(Part())
-    return shard.with_part(Part(is_flat=True)) if sizes == [numel] else None
+    return shard.with_part(Part(is_flat=True)) if shape == (shard.numel(),) else None
 
 
-def _clone(shard: QuantizedShard, *, memory_format: object = None) -> Tensor:
+def _clone(shard: QuantizedShard, *, memory_format: object = None) -> QuantizedShard:
     return _moved(shard, lambda buffer: buffer.clone())
 
 
@@ -422,7 +432,12 @@ def _to_copy(
         found = buffer.to(device=device, non_blocking=non_blocking, copy=True)
         return found.pin_memory() if pin_memory else found
 
-    return _moved(shard, copied)
+    made = _moved(shard, copied)
+    made.main = _copied_main(shard, copied)
+    if made.main is not None and shard.main is not None:
+        # As module.to() moves it: an optimizer's state may still be the values from before.
+        made.main.former = (*shard.main.former, weakref.ref(shard.main.values))
+    return made
 
 
 def _pin_memory(shard: QuantizedShard, device: object = None) -> Tensor:
@@ -433,7 +448,18 @@ def _is_pinned(shard: QuantizedShard, device: object = None) -> bool:
     return shard.codes.is_pinned()
 
 
-def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> Tensor:
+def _copied_main(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> MainWeight | None:
+    """Return the main weight of a copy; None where it has none: of all but plain parameters.
+
+    Those of DTensors, and what state dicts have, come here as tensors that are no parameters.
+    """
+    main = shard.main
+    if main is None or not main.is_of_whole or not isinstance(shard, nn.Parameter):
+        return None
+    return main.copied(copied, lambda: shard.decode(torch.float32))
+
+
+def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> QuantizedShard:
     """Return the parameter over copies of its buffers; it has no main weight."""
     codes, table = copied(shard.codes), copied(shard.table)
     state = None if shard.state is None else shard.state.copy(codes.device)
@@ -515,40 +541,31 @@ def _scale_shape_of(source: QuantizedTensor) -> tuple[int, ...]:
     return shape if source.recipe.weight.has_shared_scale(shape) else ()
 
 
-def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(source, QuantizedTensor):
-        raise RuntimeError(
-            expected(
-                "a quantized tensor of its format",
-                f"{source.dtype} values",
-                where=f"copy_() to the quantized parameter '{target.fqn}'",
-                hint="Set values by megafsdp.requantize_(model, values), on all ranks, and step "
-                "them with FusedAdam",
-            )
-        )
+def _check_copy(target: QuantizedShard, source: QuantizedTensor) -> None:
     wanted = (target.recipe.weight.name, tuple(target.shape), target._part)
     given = (source.recipe.weight.name, tuple(source.shape), source._part)
-    scaled = target.scale_shape, _scale_shape_of(source)
-    if wanted == given and scaled[0] != scaled[1]:
-        # The rest of the matrix, on this rank or another, would be read by the wrong scale.
-        raise ValueError(
-            expected(
-                f"codes under one scale of a matrix of shape {scaled[0]}",
-                f"codes under that of a matrix of shape {scaled[1]}",
-                where=f"copy_() to the quantized parameter '{target.fqn}'",
-                hint="Load with the weight_mesh and the degree of tp that the codes were saved "
-                "with, or load main weights by megafsdp.checkpoint",
-            )
-        )
+    scaled, given_scaled = target.scale_shape, _scale_shape_of(source)
     if wanted != given:
-        raise ValueError(
-            expected(
-                f"a tensor of format {wanted[0]} and shape {wanted[1]}",
-                f"one of format {given[0]} and shape {given[1]}",
-                where=f"copy_() to the quantized parameter '{target.fqn}'",
-                hint="Quantize both models by one recipe, or load main weights",
-            )
+        what, got = (f"of format {each[0]} and shape {each[1]}" for each in (wanted, given))
+        hint = "Quantize both models by one recipe, or load main weights"
+    elif scaled != given_scaled:
+        # The rest of the matrix, on this rank or another, would be read by the wrong scale.
+        both = scaled, given_scaled
+        what, got = (f"under one scale of a matrix of shape {each}" for each in both)
+        hint = (
+            "Load with the weight_mesh and the degree of tp that the codes were saved with, or "
+            "load main weights by megafsdp.checkpoint"
         )
+    else:
+        return
+    where = f"copy_() to the quantized parameter '{target.fqn}'"
+    raise ValueError(expected(f"a tensor {what}", f"one {got}", where=where, hint=hint))
+
+
+def _copy(target: QuantizedShard, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, QuantizedTensor):
+        raise target.refusal(f"copy_() of {source.dtype} values")
+    _check_copy(target, source)
     target.codes.copy_(source.codes, non_blocking)
     target.table.copy_(source.table, non_blocking)
     if target._outer is not None:

@@ -131,6 +131,21 @@ class QuantizedTensor(Tensor):
         """Make another object over the same buffers, which shows a part of the weight."""
         return make(QuantizedTensor, self, part)
 
+    def refusal(self, what: str) -> RuntimeError:
+        """Return the error of a write to the weight, which its owner makes anew."""
+        name = f"'{self.fqn}', " if self.fqn else ""
+        return RuntimeError(
+            expected(
+                "a change of the sharded parameter, or of an optimizer's main weight",
+                f"{what} on the quantized weight that is made from it",
+                where=f"{name}a weight of shape {tuple(self.stored_shape)} quantized by "
+                f"'{self.recipe.name}'",
+                hint="Make the optimizer, FusedAdam or another one, over model.parameters() "
+                "outside of forward and backward, and write to these parameters under "
+                "torch.no_grad()",
+            )
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe shape, dtype and recipe; reading the values would decode them."""
         return (
@@ -189,7 +204,7 @@ class QuantizedTensor(Tensor):
             written = args[position] if position < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, list | tuple) else (written,):
                 if isinstance(tensor, QuantizedTensor):
-                    raise refusal(tensor, str(func))
+                    raise tensor.refusal(str(func))
         plain = {name: _decoded(value) for name, value in kwargs.items()}
         return func(*map(_decoded, args), **plain)
 
@@ -289,12 +304,17 @@ def _alias(tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor.with_part(tensor._part)
 
 
-def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | None:
-    shape, sizes = tuple(tensor.shape), list(size)
+def viewed_shape(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that ``view`` is asked for, with the number that -1 stands for."""
+    sizes = list(size)
     if -1 in sizes:
         known = -math.prod(sizes)
-        sizes[sizes.index(-1)] = math.prod(shape) // max(known, 1)
-    return _alias(tensor) if tuple(sizes) == shape else None
+        sizes[sizes.index(-1)] = math.prod(tensor.shape) // max(known, 1)
+    return tuple(sizes)
+
+
+def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | None:
+    return _alias(tensor) if viewed_shape(tensor, size) == tuple(tensor.shape) else None
 
 
 def _as_strided(
@@ -351,21 +371,6 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-def refusal(tensor: QuantizedTensor, what: str) -> RuntimeError:
-    """Return the error of a write to a quantized weight."""
-    name = f"'{tensor.fqn}', " if tensor.fqn else ""
-    return RuntimeError(
-        expected(
-            "a change of the sharded parameter, or of an optimizer's main weight",
-            f"{what} on the quantized weight that is made from it",
-            where=f"{name}a weight of shape {tuple(tensor.stored_shape)} quantized by "
-            f"'{tensor.recipe.name}'",
-            hint="Make the optimizer, FusedAdam or another one, over model.parameters() outside of "
-            "forward and backward, and write to these parameters under torch.no_grad()",
-        )
-    )
-
-
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
     is_own = isinstance(weight, QuantizedTensor) and len(weight.shape) == 2
     if is_own and not isinstance(input, QuantizedTensor) and not isinstance(bias, QuantizedTensor):
@@ -386,12 +391,12 @@ def _grouped(
 
 
 def _set_data(tensor: QuantizedTensor, value: Tensor) -> None:
-    raise refusal(tensor, "an assignment to .data")
+    raise tensor.refusal("an assignment to .data")
 
 
 def _set_item(tensor: Any, index: Any, value: Any) -> None:
     if isinstance(tensor, QuantizedTensor):
-        raise refusal(tensor, "an assignment to elements")
+        raise tensor.refusal("an assignment to elements")
     with without_torch_function():
         tensor[index] = value
 

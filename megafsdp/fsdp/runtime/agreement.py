@@ -5,7 +5,7 @@ Both are made once for all parameter groups of a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,16 +71,31 @@ def _refresh_together(
     parts = combined.split(sizes)
     for weight, part in zip(every, parts, strict=True):
         weight.add_maxima(part)
-    for process_group in first:
-        take_largest(combined, process_group)
-    numels = [sum(w.scales.num_maxima for w in found) for found in weights.values()]
-    for ranks, part in zip(weights, combined.split(numels), strict=True):
-        # A maximum may be taken one axis after the other.
-        for process_group in ranks[1:]:
-            take_largest(part, process_group)
+    numels = {ranks: sum(w.scales.num_maxima for w in found) for ranks, found in weights.items()}
+    take_largest_together(combined, first, numels)
     for weight, part in zip(every, parts, strict=True):
         weight.refresh_from(part)
     storage.release()
+
+
+def take_largest_together(
+    maxima: torch.Tensor,
+    first: tuple[dist.ProcessGroup, ...],
+    numels: Mapping[tuple[dist.ProcessGroup, ...], int],
+) -> None:
+    """Take the largest of int32 bits over several sets of ranks, in place; collective.
+
+    Args:
+        maxima: Those of each set of ranks beside each other.
+        first: With what every set begins: its ranks are asked once for all.
+        numels: How many each set has, in their order.
+    """
+    for process_group in first:
+        take_largest(maxima, process_group)
+    for ranks, part in zip(numels, maxima.split(list(numels.values())), strict=True):
+        # A maximum may be taken one axis after the other.
+        for process_group in ranks[1:]:
+            take_largest(part, process_group)
 
 
 def take_largest(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> None:

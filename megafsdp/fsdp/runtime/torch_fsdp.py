@@ -16,46 +16,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megafsdp.buffer.dtensor.uneven import local_object
 from megafsdp.errors import expected
-from megafsdp.fsdp.runtime.agreement import take_largest
-from megafsdp.quantize.delayed import DelayedState, roll_together
+from megafsdp.fsdp.runtime.agreement import take_largest, take_largest_together
+from megafsdp.quantize.delayed import NUM_PENDING, DelayedState, roll_together
 from megafsdp.quantize.formats import WeightFormat
-from megafsdp.quantize.shard import MainWeight, QuantizedShard
+from megafsdp.quantize.main_weight import Layout, MainWeight
+from megafsdp.quantize.shard import QuantizedShard
+from megafsdp.quantize.tensor import QuantizedTensor
 from megafsdp.quantize.tiles import Fragment
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
-# Of inputs and of output gradients, for each parameter with a history.
-_NUM_PENDING = 2
-
-
-@dataclass(slots=True)
-class CutWeight(MainWeight):
-    """The main weight of one parameter, where its rows lie, and who has others under its scales.
-
-    Copies and pickles of parameters are without it, hence without process groups.
-
-    Attributes:
-        shape: Of the whole that scales are made for: of these rows, where they are a rank's own.
-        first: The first index of dimension 0 there.
-        groups: The ranks over which maxima are combined, one group after the other.
-        first_row: The first index of dimension 0 in what data axes divide.
-        recorded_groups: The ranks over which what layers have recorded is combined besides.
-        layout: What the first encoding has found.
-    """
-
-    shape: tuple[int, ...]
-    first: int
-    groups: tuple[dist.ProcessGroup, ...]
-    first_row: int
-    recorded_groups: tuple[dist.ProcessGroup, ...]
-    layout: _Layout | None = field(default=None, kw_only=True)
 
 
 def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
@@ -64,19 +41,20 @@ def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
     return local if isinstance(local, QuantizedShard) else None
 
 
-def cut_weight_of(shard: QuantizedShard) -> CutWeight:
+def require_main_weight(shard: QuantizedShard) -> MainWeight:
     """Return the main weight of a parameter that ``quantize_`` has made.
 
     Raises:
         RuntimeError: It is a copy of one.
     """
-    if not isinstance(shard.main, CutWeight):
+    if shard.main is None:
         raise RuntimeError(
             expected(
                 "a parameter that megafsdp.quantize_() has made",
                 "a copy or a pickle of one, which has no main weight",
                 where=f"the quantized parameter '{shard.fqn}'",
-                hint="Give the model to quantize_(), and load the state dict without assign=True",
+                hint="Copy or move the model before quantize_(), and load the state dict without "
+                "assign=True",
             )
         )
     return shard.main
@@ -87,7 +65,7 @@ def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
     """Give main weights the values of codes that were loaded without them; local."""
     overtaken = []
     for shard in shards:
-        main = cut_weight_of(shard)
+        main = require_main_weight(shard)
         if main.is_overtaken:
             main.values.copy_(shard.decode(torch.float32))
             main.note_encoded()
@@ -101,24 +79,7 @@ def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What encodings of a weight share, found in the first.
-
-    Attributes:
-        values: The memory of the main weight.
-        fragment: The same, as rows of what scales are made for.
-        num_maxima: Tiles of that.
-        table_nbytes: Of its table; 0 where the parameter's own table is that.
-    """
-
-    values: torch.Tensor
-    fragment: Fragment
-    num_maxima: int
-    table_nbytes: int
-
-
-def _layout_of(shard: QuantizedShard, weight: CutWeight) -> _Layout:
+def _layout_of(shard: QuantizedShard, weight: MainWeight) -> Layout:
     # A load may have brought other memory for the main weight, never another shape.
     layout, values = weight.layout, weight.values
     if layout is None or layout.values is not values:
@@ -126,7 +87,7 @@ def _layout_of(shard: QuantizedShard, weight: CutWeight) -> _Layout:
         rows = 1 if len(shape) == 2 else shape[1]
         # The format computes the scales of a whole grid; nvfp4's are in units of its maximum.
         is_whole = not shard.scales().own or shape == shard.stored_shape
-        layout = weight.layout = _Layout(
+        layout = weight.layout = Layout(
             values,
             # Contiguous since quantize_() copied them, or since a load did.
             Fragment(values.view(-1), shape, weight.first * rows),
@@ -136,6 +97,30 @@ def _layout_of(shard: QuantizedShard, weight: CutWeight) -> _Layout:
     return layout
 
 
+@torch.no_grad()
+def write_full_values(tensor: DTensor, full: torch.Tensor) -> bool:
+    """Set the values of a quantized parameter from those of the whole, and make its codes.
+
+    Collective as :func:`encode_main_weights`. What one rank got from one rank is quantized, and is
+    copied with its histories. Returns False, and does nothing, for what is not quantized, and for
+    other shapes.
+    """
+    shard, mesh = shard_of(tensor), tensor.device_mesh
+    if shard is None or full.shape != tensor.shape:
+        return False
+    if isinstance(full, QuantizedTensor):
+        if mesh.size() == 1:
+            shard.copy_(full)
+            return True
+        full = full.decode()
+    main = require_main_weight(shard)
+    # Every rank has all of it: nothing is sent.
+    rows = distribute_tensor(full.to(main.values), mesh, tensor.placements, src_data_rank=None)
+    main.values.copy_(local_object(rows))
+    encode_main_weights([shard])
+    return True
+
+
 class _Encoding:
     """One weight within one encoding of many."""
 
@@ -143,11 +128,11 @@ class _Encoding:
     __slots__ = ("format", "layout", "maxima", "num_pending", "pending", "shard", "weight")
 
     def __init__(self, shard: QuantizedShard) -> None:
-        self.shard, self.weight = shard, cut_weight_of(shard)
+        self.shard, self.weight = shard, require_main_weight(shard)
         self.format: WeightFormat = shard.recipe.weight
         self.layout = _layout_of(shard, self.weight)
         # Fixed by the recipe, so that ranks agree on sizes whatever their layers have recorded.
-        self.num_pending = 0 if shard.state is None else _NUM_PENDING
+        self.num_pending = 0 if shard.state is None else NUM_PENDING
         self.maxima = self.pending = self.layout.values
 
     @property
@@ -198,7 +183,7 @@ def encode_main_weights(shards: Sequence[QuantizedShard], *, has_recorded: bool 
         together = {groups: found for groups, found in by_groups.items() if groups[:1] == first}
         _encode_together(first, together, has_recorded)
     for shard in shards:
-        cut_weight_of(shard).note_encoded()
+        require_main_weight(shard).note_encoded()
 
 
 def _encode_together(
@@ -223,7 +208,9 @@ def _encode_together(
     # One call of the kernel a format: with a call a parameter, Python would dominate the step.
     for form, found in by_format.items():
         form.add_maxima([e.layout.fragment for e in found], [e.maxima for e in found])
-    _combine(combined, first, by_groups)
+    # Each set of ranks has its numbers beside each other, in the order of the parameters.
+    numels = {groups: sum(e.num_combined for e in found) for groups, found in by_groups.items()}
+    take_largest_together(combined, first, numels)
     if has_recorded:
         _combine_recorded([each for each, _ in delayed])
     _roll(delayed)
@@ -236,20 +223,6 @@ def _encode_together(
         form.encode([each.layout.fragment for each in found], maxima, codes)
         for each, table in zip(found, tables, strict=True):
             each.take_table(table)
-
-
-def _combine(
-    combined: torch.Tensor,
-    first: tuple[dist.ProcessGroup, ...],
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]],
-) -> None:
-    for process_group in first:
-        take_largest(combined, process_group)
-    # Each set of ranks has its numbers beside each other, in the order of the parameters.
-    numels = [sum(each.num_combined for each in found) for found in by_groups.values()]
-    for groups, part in zip(by_groups, combined.split(numels), strict=True):
-        for process_group in groups[1:]:
-            take_largest(part, process_group)
 
 
 def _delayed(every: Sequence[_Encoding]) -> list[tuple[_Encoding, DelayedState]]:
@@ -281,7 +254,7 @@ def _combine_recorded(every: Sequence[_Encoding]) -> None:
         combined = torch.cat(parts)
         for process_group in groups:
             take_largest(combined, process_group)
-        for part, found in zip(parts, combined.split(_NUM_PENDING), strict=True):
+        for part, found in zip(parts, combined.split(NUM_PENDING), strict=True):
             part.copy_(found)
 
 

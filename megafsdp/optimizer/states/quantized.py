@@ -16,8 +16,8 @@ from megafsdp.buffer.dtensor.uneven import local_object, local_tensor, wrap_like
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.torch_fsdp import (
     adopt_loaded_codes,
-    cut_weight_of,
     encode_main_weights,
+    require_main_weight,
     shard_of,
 )
 
@@ -33,7 +33,7 @@ def main_weight_of(parameter: torch.Tensor) -> torch.Tensor | None:
     if shard is None:
         return None
     adopt_loaded_codes([shard])
-    return wrap_like(parameter, cut_weight_of(shard).values)
+    return wrap_like(parameter, require_main_weight(shard).values)
 
 
 def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -45,13 +45,14 @@ def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     shard, current = shard_of(parameter), state.get(MAIN_WEIGHT)
     if shard is None:
         return
-    main = cut_weight_of(shard)
+    main = require_main_weight(shard)
     if current is None:
         state[MAIN_WEIGHT] = main_weight_of(parameter)
         return
     own = local_object(current)
-    if own is main.values:
+    if own is main.values or main.was(own):
         adopt_loaded_codes([shard])
+        state[MAIN_WEIGHT] = wrap_like(parameter, main.values)
         return
     # As a load leaves it.
     if own.shape != main.values.shape:

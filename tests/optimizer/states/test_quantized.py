@@ -312,9 +312,10 @@ def test_codes_that_are_loaded_alone_are_not_undone_by_the_next_step(ranks: Rank
     assert "begin from loaded codes" in first
 
 
-def test_copies_of_parameters_are_not_stepped() -> None:
-    """They have no main weight: steps of their codes would be lost."""
-    model = copy.deepcopy(megafsdp.quantize_(nn.Linear(64, 64, bias=False), "mxfp8"))
+def test_copies_without_main_weights_are_not_stepped() -> None:
+    """As a load of copied codes with ``assign=True`` gives: steps of codes would be lost."""
+    model = megafsdp.quantize_(nn.Linear(64, 64, bias=False), "mxfp8")
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     optimizer = FusedAdam(model.parameters())
     codes = shard_of(model.weight).codes.clone()  # type: ignore[union-attr]
     model(batch(dtype=torch.float32)).sum().backward()
