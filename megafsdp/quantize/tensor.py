@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -203,7 +204,7 @@ class QuantizedTensor(Tensor):
         for position, name in _written_arguments(func):
             written = args[position] if position < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, list | tuple) else (written,):
-                if isinstance(tensor, QuantizedTensor):
+                if isinstance(tensor, QuantizedTensor) and not _sends_alone(func, args):
                     raise tensor.refusal(str(func))
         plain = {name: _decoded(value) for name, value in kwargs.items()}
         return func(*map(_decoded, args), **plain)
@@ -363,12 +364,24 @@ def _of_weights_alone(recipe: QuantizationRecipe) -> QuantizationRecipe:
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operator writes."""
+    if func.namespace == "c10d":
+        # Collectives mark nothing as written. All but one write their first argument.
+        is_send = func.overloadpacket.__name__ == "send"
+        return () if is_send else ((0, schema_of(func).arguments[0].name),)
     arguments = enumerate(schema_of(func).arguments)
     return tuple(
         (position, argument.name)
         for position, argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def _sends_alone(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Return whether an operator is a broadcast by this rank, which reads what others write."""
+    if func.namespace != "c10d" or func.overloadpacket.__name__ != "broadcast_":
+        return False
+    _, group, root, *_ = args
+    return dist.ProcessGroup.unbox(group).rank() == root
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -153,6 +154,36 @@ def test_fused_adam_refuses_it_too() -> None:
     with pytest.raises(RuntimeError, match="the sharded parameter"):
         FusedAdam([made], lr=0.1).step()
     assert torch.equal(made.codes, codes)
+
+
+def _receive() -> None:
+    made, rank = _made(), dist.get_rank()
+    values = made.decode()
+    other = torch.zeros_like(values)
+    refused = [
+        lambda: dist.all_reduce(made.detach()),
+        lambda: dist.all_to_all_single(made.detach(), values),
+    ]
+    if rank == 1:
+        refused.append(lambda: dist.broadcast(made.detach(), 0))
+        refused.append(lambda: dist.recv(made.detach(), 0))
+    for call in refused:
+        with pytest.raises(RuntimeError, match="the sharded parameter"):
+            call()
+    sent = made.detach() if rank == 0 else other
+    dist.broadcast(sent, 0)
+    if rank == 0:
+        dist.send(made.detach(), 1)
+    else:
+        assert torch.equal(other, values)
+        dist.recv(other.zero_(), 0)
+        assert torch.equal(other, values)
+    assert torch.equal(made.decode(), values)
+
+
+def test_collectives_read_it_and_do_not_write_it(ranks: Ranks) -> None:
+    """Torch does not say which arguments they write: a copy of the values would be lost."""
+    ranks(2).run(_receive)
 
 
 def test_writes_to_other_tensors_read_the_values() -> None:
