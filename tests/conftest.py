@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -125,6 +126,16 @@ def pytest_terminal_summary(
     for mark, count in config.stash.get(_NUM_DESELECTED, {}).items():
         if count:
             terminalreporter.write_line(f"not run: {count} marked {mark} ({_HOW_TO_RUN[mark]})")
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_loggers() -> Iterator[None]:
+    """Set back what the command ``megafsdp`` sets for its process, where a test calls it here."""
+    loggers = [logging.getLogger(name) for name in ("megafsdp", "megafsdp.training")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

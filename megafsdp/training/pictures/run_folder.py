@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,12 @@ def _read(directory: Path, name: str) -> RunFolder:
             )
         )
     notes: list[str] = []
-    rows = _read_lines(metrics, notes, _has_numbers)
+    rows = [_numbers_of(row) for row in _read_lines(metrics, notes, key="step")]
     steps = [row for row in rows if EVALUATION_KEY not in row]
     if not steps:
         notes.append(f"{METRICS_FILE} has no row of a step: there is nothing to draw yet.")
     events_path = directory / EVENTS_FILE
-    events = []
-    if events_path.is_file():
-        events = _read_lines(events_path, notes, lambda row: "event" in row)
+    events = _read_lines(events_path, notes, key="event") if events_path.is_file() else []
     if not events_path.is_file():
         notes.append(f"There is no {EVENTS_FILE}: resumes, saves, texts and machine are not known.")
     config = _read_config(directory / CONFIG_FILE, notes)
@@ -119,23 +117,25 @@ def _read(directory: Path, name: str) -> RunFolder:
     )
 
 
-def _has_numbers(row: Row) -> bool:
-    """Return whether all values are finite numbers, or null; 1e999 is none, and is read."""
-    return all(
-        value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
-        for value in row.values()
-    )
+def _numbers_of(row: Row) -> Row:
+    """Return a row in which what is no finite number is null; 1e999 is none, and is read."""
+    return {key: value if _is_number(value) else None for key, value in row.items()}
 
 
-def _read_lines(
-    path: Path, notes: list[str], is_right: Callable[[Row], bool]
-) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines that are right; note the lines that are none."""
-    rows, bad = [], []
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
+
+
+def _read_lines(path: Path, notes: list[str], *, key: str) -> list[Row]:
+    """Return the rows of a file of JSON lines that have a key; note the lines that are none."""
+    rows: list[Row] = []
+    bad: list[int] = []
     lines = lines_of(path)
     for number, line in enumerate(lines, start=1):
         row = row_of(line)
-        if row is not None and is_right(row):
+        if row is not None and key in row:
             rows.append(row)
         else:
             bad.append(number)
