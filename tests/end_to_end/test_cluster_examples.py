@@ -224,12 +224,14 @@ def test_slurm_job_goes_on_after_it_was_queued_again(
 
 
 def test_page_names_what_there_is() -> None:
-    """Links, options and programs of docs/cluster.md exist."""
+    """Links, files of examples, options and phrases of docs/cluster.md exist."""
     page = ROOT / "docs/cluster.md"
     text = page.read_text()
     links = re.findall(r"\]\(([^)#]+)\)", text)
-    assert len(links) > 3
+    files = re.findall(r"`(examples/cluster/[^`]+)`", text)
+    assert links and len(set(files)) == 4
     assert all((page.parent / link).exists() for link in links)
+    assert all((ROOT / file).is_file() for file in files)
     sections = Config().to_dict()
     named = set(re.findall(r"`(?:--)?(\w+)\.(\w+)[` ]", text)) - {("events", "jsonl")}
     assert {section for section, _ in named} >= {"run", "checkpoint", "parallel", "train", "data"}
