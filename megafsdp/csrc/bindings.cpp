@@ -5,6 +5,7 @@
 #include "kernels/simd.h"
 #include "ops/adam.h"
 #include "ops/arguments.h"
+#include "ops/histories.h"
 #include "ops/noise.h"
 #include "ops/quantize.h"
 #include "ops/shard_sum.h"
@@ -148,6 +149,15 @@ void transform_rows(uintptr_t values, std::string dtype, int64_t num_rows, int64
   megafsdp::run_hadamard(arguments, num_threads, level);
 }
 
+void roll_histories(std::vector<megafsdp::HistoriesArguments> weights,
+                    std::vector<megafsdp::HistoriesArguments> operands, int64_t length) {
+  const megafsdp::RollArguments arguments{std::move(weights), std::move(operands), length};
+  megafsdp::check_roll(arguments);
+  const megafsdp::Simd level = megafsdp::simd_level();
+  py::gil_scoped_release unlocked;
+  megafsdp::run_roll(arguments, level);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_csrc, module) {
@@ -193,4 +203,7 @@ PYBIND11_MODULE(_csrc, module) {
   module.def("transform_rows", &transform_rows, py::kw_only(), py::arg("values"), py::arg("dtype"),
              py::arg("num_rows"), py::arg("num_cols"), py::arg("out"), py::arg("num_threads"),
              "Write the Hadamard transform of blocks of 16 rows; releases the GIL.");
+  module.def("roll_histories", &roll_histories, py::kw_only(), py::arg("weights"),
+             py::arg("operands"), py::arg("length"),
+             "Append maxima to histories, and write what scales are made of; releases the GIL.");
 }

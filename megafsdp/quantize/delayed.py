@@ -27,10 +27,12 @@ Rules, all of which hold for each history by itself:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megafsdp._native import native_module
 from megafsdp.errors import expected
 
 INPUT, GRAD = 0, 1
@@ -191,20 +193,71 @@ def roll_together(
         weight_bits: As the argument of the method, for each.
         pending_bits: Likewise.
     """
+    _check(states, weight_bits, pending_bits)
     alike: dict[int, list[int]] = {}
     for index, state in enumerate(states):
         alike.setdefault(state.weight_history.shape[1], []).append(index)
-    for indices in alike.values():
-        for first in range(0, len(indices), _MAX_TOGETHER):
-            chosen = indices[first : first + _MAX_TOGETHER]
-            _roll(
+    for length, indices in alike.items():
+        history = states[indices[0]].weight_history
+        # Fake tensors have no addresses.
+        has_addresses = type(history) is Tensor and history.device.type == "cpu"
+        native = native_module() if has_addresses else None
+        together = _MAX_TOGETHER if native is None else len(indices)
+        for first in range(0, len(indices), together):
+            chosen = indices[first : first + together]
+            arguments = (
                 [states[index] for index in chosen],
-                torch.cat([weight_bits[index] for index in chosen]),
-                torch.cat([pending_bits[index] for index in chosen]),
+                [weight_bits[index] for index in chosen],
+                [pending_bits[index] for index in chosen],
             )
+            if native is None:
+                _roll(*arguments)
+            else:
+                _roll_natively(native, length, *arguments)
 
 
-def _roll(states: Sequence[DelayedState], weight_bits: Tensor, pending_bits: Tensor) -> None:
+def _check(
+    states: Sequence[DelayedState], weight_bits: Sequence[Tensor], pending_bits: Sequence[Tensor]
+) -> None:
+    for state, weight, pending in zip(states, weight_bits, pending_bits, strict=True):
+        for bits, kept in ((weight, state._weight_bits), (pending, state._pending)):
+            # Kernels read addresses.
+            if bits.dtype != torch.int32 or bits.shape != kept.shape or not bits.is_contiguous():
+                raise ValueError(
+                    expected(
+                        f"contiguous maxima of shape {tuple(kept.shape)} and dtype torch.int32",
+                        f"shape {tuple(bits.shape)}, strides {bits.stride()}, {bits.dtype}",
+                        where="roll_together()",
+                        hint="Pass bits of fp32 magnitudes, as DelayedState.pending() returns them",
+                    )
+                )
+
+
+def _roll_natively(
+    native: ModuleType,
+    length: int,
+    states: Sequence[DelayedState],
+    weight_bits: Sequence[Tensor],
+    pending_bits: Sequence[Tensor],
+) -> None:
+    weights = [
+        (state.weight_history.data_ptr(), bits.data_ptr(), state._weight_bits.data_ptr(), len(bits))
+        for state, bits in zip(states, weight_bits, strict=True)
+    ]
+    operands = [
+        (state._operands.data_ptr(), bits.data_ptr(), state._operand_bits.data_ptr(), 2)
+        for state, bits in zip(states, pending_bits, strict=True)
+    ]
+    native.roll_histories(weights=weights, operands=operands, length=length)
+    torch._foreach_zero_([state._pending for state in states])
+    used = torch.cat([state._operand_bits for state in states])
+    _write([state._limits for state in states], _limits_of(used))
+
+
+def _roll(
+    states: Sequence[DelayedState], weight_maxima: Sequence[Tensor], pending: Sequence[Tensor]
+) -> None:
+    weight_bits, pending_bits = torch.cat(list(weight_maxima)), torch.cat(list(pending))
     weight_history = torch.cat([state.weight_history for state in states])
     operand_history = torch.cat([state._operands for state in states])
     weights, operands = weight_bits.view(torch.float32), pending_bits.view(torch.float32)
@@ -231,11 +284,14 @@ def _set_used(
     is_finite = weight_bits < _INFINITE_BITS
     weight = torch.where(is_finite, newest.contiguous().view(torch.int32), _NAN_BITS)
     operands = operand_history.amax(dim=1).view(torch.int32)
-    # A history that has nothing yet limits nothing.
-    limits = torch.where(operands > 0, _INFINITE_BITS - 1, -1).to(torch.int32)
     _write([state._weight_bits for state in states], weight)
     _write([state._operand_bits for state in states], operands)
-    _write([state._limits for state in states], limits)
+    _write([state._limits for state in states], _limits_of(operands))
+
+
+def _limits_of(operand_bits: Tensor) -> Tensor:
+    # A history that has nothing yet limits nothing.
+    return torch.where(operand_bits > 0, _INFINITE_BITS - 1, -1).to(torch.int32)
 
 
 def _write(targets: Sequence[Tensor], joined: Tensor) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
+from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState, roll_together
 
 
 def _bits(*values: float) -> Tensor:
@@ -174,3 +174,52 @@ def test_a_history_without_steps_is_refused(history: int) -> None:
     """Weights would have no maximum to be encoded by."""
     with pytest.raises(ValueError, match="a history of at least 1 step"):
         DelayedState(history)
+
+
+def _states() -> list[DelayedState]:
+    """Return states of two lengths and of stacks."""
+    return [DelayedState(7), DelayedState(7, num_matrices=3), DelayedState(1), DelayedState(300)]
+
+
+def test_the_kernel_equals_the_formula(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen steps of several states at once: histories, scales and limits, by bits."""
+    compiled, plain = _states(), _states()
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.tensor([0.0, 1e-40, 0.5, 0.5, 2.0, 3e38, math.inf, math.nan])
+    for _ in range(15):
+        drawn = [
+            [
+                choices[torch.randint(0, 8, (rows,), generator=generator)].view(torch.int32)
+                for rows in (state.weight_history.shape[0], 2)
+            ]
+            for state in plain
+        ]
+        weights, recorded = (list(bits) for bits in zip(*drawn, strict=True))
+        for state in (*compiled, *plain):
+            state.record(INPUT, _bits(7.0))
+        roll_together(compiled, weights, recorded)
+        with monkeypatch.context() as patch:
+            patch.setenv("MEGAFSDP_NATIVE", "0")
+            roll_together(plain, weights, recorded)
+        for found, wanted in zip(compiled, plain, strict=True):
+            # Bits, since a NaN equals nothing.
+            for name, value in vars(wanted).items():
+                other = getattr(found, name)
+                assert torch.equal(other.view(torch.int32), value.view(torch.int32)), name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(3),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.int32)[::2],
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_maxima_that_are_no_bits_are_refused(wrong: Tensor) -> None:
+    """Nothing is rolled, also of the states before."""
+    states = [DelayedState(3), DelayedState(3, num_matrices=3)]
+    with pytest.raises(ValueError, match=r"contiguous maxima of shape \(3,\) and dtype"):
+        roll_together(states, [_bits(2.0), wrong], [_bits(1.0, 1.0)] * 2)
+    assert not states[0].weight_history.any()

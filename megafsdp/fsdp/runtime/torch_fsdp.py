@@ -140,12 +140,6 @@ class _Encoding:
         """Return how many numbers it adds to those that are combined."""
         return self.layout.num_maxima + self.num_pending
 
-    def take_part(self, part: torch.Tensor) -> None:
-        """Use a part of the combined numbers."""
-        self.maxima = part
-        if self.num_pending:
-            self.maxima, self.pending = part.split([self.layout.num_maxima, self.num_pending])
-
     def new_table(self) -> torch.Tensor:
         """Return where scales of the whole go: the parameter's own table if it is as long."""
         table, nbytes = self.shard.table, self.layout.table_nbytes
@@ -192,11 +186,14 @@ def _encode_together(
     has_recorded: bool,
 ) -> None:
     every = [encoding for found in by_groups.values() for encoding in found]
-    sizes = [each.num_combined for each in every]
     device = every[0].layout.values.device
-    combined = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-    for each, part in zip(every, combined.split(sizes), strict=True):
-        each.take_part(part)
+    num_combined = sum(each.num_combined for each in every)
+    combined = torch.zeros(num_combined, dtype=torch.int32, device=device)
+    # In one call: Python would dominate the step with some for each parameter.
+    sizes = [size for each in every for size in (each.layout.num_maxima, each.num_pending)]
+    parts = iter(combined.split(sizes))
+    for each in every:
+        each.maxima, each.pending = next(parts), next(parts)
     delayed = _delayed(every)
     if has_recorded and delayed:
         # In one call: an operator for each parameter takes longer than its two numbers.
