@@ -52,7 +52,9 @@ def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     own = local_object(current)
     if own is main.values or main.was(own):
         adopt_loaded_codes([shard])
-        state[MAIN_WEIGHT] = wrap_like(parameter, main.values)
+        # In most steps it is shown already, and to wrap it again takes as long as a small update.
+        if own is not main.values:
+            state[MAIN_WEIGHT] = wrap_like(parameter, main.values)
         return
     # As a load leaves it.
     if own.shape != main.values.shape:
