@@ -162,10 +162,14 @@ def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = No
         if name not in parameters:
             raise ValueError(
                 expected(
-                    f"names of quantized parameters, {listed(sorted(parameters))}",
+                    "names of quantized parameters, "
+                    + (listed(sorted(parameters)) or "of which the model shows none"),
                     f"'{name}'",
                     where=_VALUES,
-                    hint="Copy into other parameters directly",
+                    hint="Copy into other parameters directly"
+                    if parameters
+                    else "Call megafsdp.quantize_() first, and requantize_() while no parameter is "
+                    "gathered, as after model.reshard()",
                 )
             )
         rows[name] = _own_rows(name, parameters[name], given)

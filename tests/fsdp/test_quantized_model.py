@@ -477,6 +477,8 @@ def _wrong_times() -> None:
     with pytest.raises(ValueError, match="a DTensor like the parameter"):
         megafsdp.requantize_(model, {"3.weight": torch.zeros(128, 256)})
     assert torch.equal(shards_of(model)["3.weight"].codes, codes)
+    with pytest.raises(ValueError, match=r"shows none.*megafsdp.quantize_\(\) first"):
+        megafsdp.requantize_(new_model(), {"3.weight": torch.zeros(256, 256)})
 
 
 def test_wrong_names_are_refused(ranks: Ranks) -> None:
