@@ -332,21 +332,17 @@ def _cut(shard: QuantizedShard, dim: int, start: int, stop: int) -> Tensor | Non
     own_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
     # One scale for all rows: nothing to cut, and writes are seen at once.
     table = shard.table
-    if scales.own:
+    if scales.own or stop == start:
         table = table.new_zeros(form.table_nbytes(own_shape))
         if stop > start:
             form.scales_of_rows(table, own_shape, 0, own_shape[0]).copy_(scales)
     fields = Fields(
-        codes.reshape(-1),
-        table,
-        shard.recipe,
-        own_shape,
-        shard.value_dtype,
-        shard.state,
-        shard.fqn,
+        codes.reshape(-1), table, shard.recipe, own_shape, shard.value_dtype, shard.state, shard.fqn
     )
     inner = None if codes.is_contiguous() else codes
-    return _over(fields, None, shard.main, _Outer(inner, scales), shard.scale_shape)
+    # A copy to no rows writes nothing: neither the scale that others have, nor the parameter.
+    main, outer = (shard.main, _Outer(inner, scales)) if stop > start else (None, None)
+    return _over(fields, None, main, outer, shard.scale_shape)
 
 
 def _check_narrow(shard: QuantizedShard, dim: int, start: Any, length: int) -> None:

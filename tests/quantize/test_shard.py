@@ -163,6 +163,22 @@ def test_cuts_between_tiles_stay_quantized(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_cuts_without_rows_are_copied_saved_and_loaded(recipe: str) -> None:
+    """What a rank beyond the last row has: a save stages it, and a load copies into it."""
+    weight = made(recipe).detach()
+    whole, main = weight.decode(), weight.main
+    for rows in (weight[:0], weight[ROWS:], weight.narrow(0, 0, 0)):
+        assert isinstance(rows, QuantizedShard) and rows.decode().shape == (0, COLS)
+        loaded = torch.load(io.BytesIO(_saved(rows)), weights_only=True)
+        for copied in (loaded, rows.clone(), copy.deepcopy(rows), torch.empty_like(rows)):
+            assert isinstance(copied, QuantizedShard) and copied.shape == (0, COLS)
+            copied.copy_(rows)
+            rows.copy_(copied)
+    assert torch.equal(weight.decode(), whole)
+    assert main is not None and not main.is_overtaken
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_copies_between_quantized_tensors_are_of_bytes(recipe: str) -> None:
     """Of the whole, and of rows into rows with the scales that belong to them."""
     weight, other = made(recipe, 0).detach(), made(recipe, 1).detach()
