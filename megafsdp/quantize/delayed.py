@@ -193,7 +193,8 @@ def roll_together(
         weight_bits: As the argument of the method, for each.
         pending_bits: Likewise.
     """
-    _check(states, weight_bits, pending_bits)
+    weight_bits = _checked(weight_bits, [state._weight_bits for state in states])
+    pending_bits = _checked(pending_bits, [state._pending for state in states])
     alike: dict[int, list[int]] = {}
     for index, state in enumerate(states):
         alike.setdefault(state.weight_history.shape[1], []).append(index)
@@ -216,21 +217,19 @@ def roll_together(
                 _roll_natively(native, length, *arguments)
 
 
-def _check(
-    states: Sequence[DelayedState], weight_bits: Sequence[Tensor], pending_bits: Sequence[Tensor]
-) -> None:
-    for state, weight, pending in zip(states, weight_bits, pending_bits, strict=True):
-        for bits, kept in ((weight, state._weight_bits), (pending, state._pending)):
-            # Kernels read addresses.
-            if bits.dtype != torch.int32 or bits.shape != kept.shape or not bits.is_contiguous():
-                raise ValueError(
-                    expected(
-                        f"contiguous maxima of shape {tuple(kept.shape)} and dtype torch.int32",
-                        f"shape {tuple(bits.shape)}, strides {bits.stride()}, {bits.dtype}",
-                        where="roll_together()",
-                        hint="Pass bits of fp32 magnitudes, as DelayedState.pending() returns them",
-                    )
+def _checked(given: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    """Return maxima beside each other in memory, where kernels read them."""
+    for bits, like in zip(given, kept, strict=True):
+        if bits.dtype != torch.int32 or bits.shape != like.shape:
+            raise ValueError(
+                expected(
+                    f"maxima of shape {tuple(like.shape)} and dtype torch.int32",
+                    f"shape {tuple(bits.shape)} and {bits.dtype}",
+                    where="roll_together()",
+                    hint="Pass bits of fp32 magnitudes, as DelayedState.pending() returns them",
                 )
+            )
+    return [bits.contiguous() for bits in given]
 
 
 def _roll_natively(

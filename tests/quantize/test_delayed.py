@@ -195,6 +195,8 @@ def test_the_kernel_equals_the_formula(level: str, monkeypatch: pytest.MonkeyPat
             for state in plain
         ]
         weights, recorded = (list(bits) for bits in zip(*drawn, strict=True))
+        # Any strides will do.
+        recorded[0] = recorded[0][:1].expand(2)
         for state in (*compiled, *plain):
             state.record(INPUT, _bits(7.0))
         roll_together(compiled, weights, recorded)
@@ -210,16 +212,12 @@ def test_the_kernel_equals_the_formula(level: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        torch.zeros(3),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(6, dtype=torch.int32)[::2],
-    ],
-    ids=["dtype", "shape", "strides"],
+    [torch.zeros(3), torch.zeros(2, dtype=torch.int32)],
+    ids=["dtype", "shape"],
 )
 def test_maxima_that_are_no_bits_are_refused(wrong: Tensor) -> None:
     """Nothing is rolled, also of the states before."""
     states = [DelayedState(3), DelayedState(3, num_matrices=3)]
-    with pytest.raises(ValueError, match=r"contiguous maxima of shape \(3,\) and dtype"):
+    with pytest.raises(ValueError, match=r"maxima of shape \(3,\) and dtype"):
         roll_together(states, [_bits(2.0), wrong], [_bits(1.0, 1.0)] * 2)
     assert not states[0].weight_history.any()
