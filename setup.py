@@ -1,4 +1,4 @@
-"""Build the native modules of megafsdp; all metadata stands in pyproject.toml.
+"""Build the native modules of megafsdp; all metadata but the addresses stand in pyproject.toml.
 
 ``megafsdp._csrc`` needs a C++ compiler, ``megafsdp._cuda`` nvcc besides. Environment variables:
 
@@ -11,10 +11,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import textwrap
+from email.parser import HeaderParser
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Extension, setup
@@ -184,4 +187,46 @@ def extensions() -> list[Extension]:
     return modules
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})
+def project_urls(root: Path) -> dict[str, str]:
+    """Return what packages name as the project's addresses, by their labels.
+
+    A source package has them in its PKG-INFO; a clone knows where it came from. Nothing is made up
+    for a clone of a folder, nor for files without their git.
+    """
+    if (info := root / "PKG-INFO").exists():
+        lines = HeaderParser().parsestr(info.read_text(encoding="utf-8")).get_all("Project-URL", [])
+        return dict(line.split(", ", 1) for line in lines)
+    # Where this is missing, git would answer for a folder above.
+    if not (root / ".git").exists() or not shutil.which("git"):
+        return {}
+    command = ["git", "-C", str(root), "config", "--get", "remote.origin.url"]
+    remote = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    address = web_address(remote)
+    return {"Repository": address, "Issues": f"{address}/issues"} if address else {}
+
+
+def web_address(remote: str) -> str | None:
+    """Return where browsers find a git remote, without its credentials; None where they cannot."""
+    if "://" not in remote:
+        host, _, path = remote.partition(":")
+        remote = f"ssh://{host}/{path}"
+    parts = urlsplit(remote)
+    host = parts.hostname or ""
+    # A folder has no host, and a name without a dot is one of ssh's own configuration.
+    if parts.scheme not in ("https", "http", "ssh", "git") or not re.fullmatch(
+        r"[\w-]+(\.[\w-]+)+", host
+    ):
+        return None
+    is_web = parts.scheme.startswith("http")
+    if is_web and parts.port:
+        host += f":{parts.port}"
+    path = parts.path.rstrip("/").removesuffix(".git")
+    return f"{parts.scheme if is_web else 'https'}://{host}{path}"
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": OptionalBuildExt},
+        project_urls=project_urls(Path(__file__).resolve().parent),
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -108,8 +109,8 @@ def missing_for_release(root: Path) -> list[str]:
         if line.startswith("__version__ = ")
     )
     missing = []
-    if "[project.urls]\n" not in (root / "pyproject.toml").read_text():
-        missing.append("pyproject.toml: [project.urls], for indices to lead to")
+    if not runpy.run_path(str(ROOT / "setup.py"))["project_urls"](root):
+        missing.append("git: a remote origin with a web address, for indices to lead to")
     if f"## {version}\n" not in (root / "CHANGELOG.md").read_text():
         missing.append(f"CHANGELOG.md: a section {version}, that of megafsdp.__version__")
     fragments = {path.name for path in (root / "changelog.d").glob("*.md")} - {"README.md"}
@@ -122,7 +123,10 @@ def missing_for_release(root: Path) -> list[str]:
 
 
 def copy_checkout(folder: Path) -> set[str]:
-    """Copy the files that git tracks, or would, as they stand; return their names."""
+    """Copy the files that git tracks, or would, as they stand; return their names.
+
+    The copy has a git of its own, without a commit, that knows where the checkout came from.
+    """
     listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others"]
     listing.append("--exclude-standard")
     found = subprocess.run(listing, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -130,6 +134,11 @@ def copy_checkout(folder: Path) -> set[str]:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
+    origin = ["config", "--get", "remote.origin.url"]
+    command = ["git", "-C", str(ROOT), *origin]
+    remote = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    for arguments in (["init", "--quiet"], [*origin[::2], remote.stdout.strip()]):
+        subprocess.run(["git", "-C", str(folder), *arguments], check=True)
     return names
 
 

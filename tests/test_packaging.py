@@ -7,6 +7,7 @@ import email.parser
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -89,6 +90,38 @@ def test_the_source_package_has_every_tracked_file_and_no_leftover(
     written = _read_metadata(checkout, tmp_path / "written")
     names = set((written / "SOURCES.txt").read_text().splitlines())
     assert {name for name in names if "megafsdp.egg-info/" not in name} == tracked
+
+
+def test_packages_name_where_the_clone_came_from(
+    check_packages: dict[str, Any], tmp_path: Path
+) -> None:
+    """Metadata of a clone lead to its origin, and a source package keeps them without its git."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout of git")
+    checkout = tmp_path / "checkout"
+    check_packages["copy_checkout"](checkout)
+
+    def read_urls() -> list[str]:
+        (tmp_path / "written").mkdir(exist_ok=True)
+        written = _read_metadata(checkout, tmp_path / "written") / "PKG-INFO"
+        parsed = email.parser.Parser().parsestr(written.read_text())
+        return sorted(parsed.get_all("Project-URL", []))
+
+    def set_origin(remote: str) -> None:
+        git = ["git", "-C", str(checkout), "config", "remote.origin.url", remote]
+        subprocess.run(git, check=True)
+
+    set_origin("/a/folder")
+    assert read_urls() == []
+    set_origin("git@example.org:a/b.git")
+    address = "https://example.org/a/b"
+    expected = [f"Issues, {address}/issues", f"Repository, {address}"]
+    assert read_urls() == expected
+    shutil.copy(tmp_path / "written" / "megafsdp.egg-info" / "PKG-INFO", checkout)
+    shutil.rmtree(checkout / ".git")
+    assert read_urls() == expected
+    (checkout / "PKG-INFO").unlink()
+    assert read_urls() == []
 
 
 def test_the_version_is_that_of_the_package(metadata: email.message.Message) -> None:
@@ -177,18 +210,17 @@ def test_a_release_that_is_not_prepared_says_what_is_missing(
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "megafsdp").mkdir()
     (tmp_path / "megafsdp" / "__init__.py").write_text('__version__ = "1.2"\n')
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
     (tmp_path / "CHANGELOG.md").write_text("## 1.1\n")
     (tmp_path / "changelog.d").mkdir()
     (tmp_path / "changelog.d" / "README.md").touch()
     fragment = tmp_path / "changelog.d" / "added-x.md"
     fragment.touch()
     found = missing(tmp_path)
-    starts = ("pyproject.toml", "CHANGELOG.md: a section 1.2", "changelog.d: 1 frag", "git")
+    starts = ("git: a remote", "CHANGELOG.md: a section 1.2", "changelog.d: 1 frag", "git: changes")
     assert len(found) == 4
     for line, start in zip(found, starts, strict=True):
         assert line.startswith(start)
-    (tmp_path / "pyproject.toml").write_text("[project.urls]\n")
+    subprocess.run([*git, "config", "remote.origin.url", "https://example.org/b"], check=True)
     (tmp_path / "CHANGELOG.md").write_text("## 1.2\n")
     fragment.unlink()
     subprocess.run([*git, "add", "-A"], check=True)

@@ -20,10 +20,9 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of setup.py, run without its call of setup()."""
+    """Return the names of setup.py."""
     for name in ("MEGAFSDP_CUDA", "MEGAFSDP_CUDA_ARCHS", "NVCC", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     return runpy.run_path("setup.py")
 
@@ -121,3 +120,27 @@ def test_by_default_only_architectures_that_nvcc_knows_are_compiled_for(
     monkeypatch.setenv("NVCC", str(tmp_path / "absent"))
     monkeypatch.setenv("PATH", "")
     assert setup_py["cuda_archs"]() == "80;90;100f"
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://example.org/a/b.git", "https://example.org/a/b"),
+        ("https://user:token@example.org/a/b/", "https://example.org/a/b"),
+        ("http://git.example.org:8080/b.git", "http://git.example.org:8080/b"),
+        ("ssh://git@example.org:22/a/b.git", "https://example.org/a/b"),
+        ("git://example.org/b", "https://example.org/b"),
+        ("git@example.org:a/c/b.git", "https://example.org/a/c/b"),
+        ("example.org:b", "https://example.org/b"),
+        ("work:a/b.git", None),
+        ("file:///a/b.git", None),
+        ("/home/a.b/c.git", None),
+        ("../b.git", None),
+        ("", None),
+    ],
+)
+def test_a_remote_has_an_address_for_browsers(
+    setup_py: dict[str, Any], remote: str, address: str | None
+) -> None:
+    """Without credentials and the port of another service; a folder has none, an alias neither."""
+    assert setup_py["web_address"](remote) == address
