@@ -24,7 +24,9 @@ def _config(folder: Path, steps: int, model: dict[str, Any], **degrees: int) -> 
         folder,
         model={"router_balance": "bias", "router_bias_update_rate": _RATE, **model},
         parallel=degrees,
-        optimizer={"clip_norm": 0.5},
+        # Adam at a rate of 1e-2 makes of a difference in the last bit one of 1e-5 in five steps, where
+        # keys of the linear attention, which are normalized, are small.
+        optimizer={"clip_norm": 0.5, "lr": 3e-3},
         train={"steps": steps},
         schedule={"kind": "constant"},
         data={"num_samples": 72},
@@ -60,10 +62,10 @@ def test_a_run_with_shared_experts_is_that_without_and_goes_on_at_another_degree
     first = ranks(4).run(_train, _config(parts, 3, model, tp=2, ep=2))
     rest = ranks(2).run(_train, _config(parts, 6, model, ep=2))
     for seen in first:
-        assert sum(seen, ()) == pytest.approx(sum(whole[:3], ()), rel=1e-5)
+        assert sum(seen, ()) == pytest.approx(sum(whole[:3], ()), rel=1e-6)
         assert seen == first[0]
     for seen in rest:
-        assert sum(seen, ()) == pytest.approx(sum(whole[3:], ()), rel=1e-5)
+        assert sum(seen, ()) == pytest.approx(sum(whole[3:], ()), rel=1e-6)
     for step in (3, 6):
         wanted, found = _biases(tmp_path / "whole", step), _biases(parts, step)
         assert len(found) == 2
