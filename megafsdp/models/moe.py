@@ -19,7 +19,7 @@ from megafsdp.mesh.annotation import ParameterAnnotation
 from megafsdp.models.common import MLP, output_init_std
 from megafsdp.models.config import ModelConfig
 from megafsdp.parallel import GroupedExperts, ParallelModule, Router
-from megafsdp.parallel.dispatch import combine, dispatch, plan_dispatch
+from megafsdp.parallel.dispatch import combine, dispatch
 
 
 class SharedExperts(MLP):
@@ -91,6 +91,7 @@ class MoE(ParallelModule):
     @without_dynamo
     def _pass_experts(self, x_NH: Tensor) -> Tensor:
         weights_NK, experts_NK = self.router(x_NH)
-        plan = plan_dispatch(experts_NK, self.router.num_experts, self.experts.ep_group)
-        rows_RH = self.experts(dispatch(x_NH, plan), plan.load_E)
-        return combine(rows_RH, plan, weights_NK)
+        num_experts, group = self.router.num_experts, self.experts.ep_group
+        dispatched = dispatch(x_NH, experts_NK, weights_NK, num_experts, group)
+        rows_RH = self.experts(dispatched.rows_RH, dispatched.plan.load_E)
+        return combine(rows_RH, dispatched)

@@ -1,77 +1,121 @@
 """From tokens at their places to rows in the order of experts, on the ranks of these, and back.
 
-No token is dropped, and no buffer has a fixed capacity. With K experts a token, each of the N
-tokens of a rank is copied K times; copies are sorted by expert, stably, and so lie in the order of
-the ranks of ep too. One exchange brings them to their ranks, where a second sort joins what came
-from several ranks. Two ranks with experts 0 1 | 2 3, K = 2, of which rank 0 is shown:
+No token is dropped, and no buffer has a fixed capacity. A token goes to each rank that has one of
+its K experts, once, however many of them the rank has; its choices and their weights go along.
+There it is copied for each of these experts, and the copies are sorted by expert, stably, so that
+those of an expert lie in the order of the ranks, then of the tokens. Two ranks with experts
+0 1 | 2 3, K = 2, of which rank 0 is shown:
 
-    chosen     token a: 0 3     token b: 3 1
-    sorted     a0 b1 | a3 b3                    sent: 2 to rank 0, 2 to rank 1
-    arrived    a0 b1 | c0                       rank 1 sent its token c to expert 0
-    rows       a0 c0 b1                         2 of expert 0, 1 of expert 1
+    chosen     token a: 0 3     token b: 2 3
+    sent       a | a b                          1 to rank 0, 2 to rank 1
+    arrived    a c                              rank 1 sent its token c, which chose 0 and 1
+    rows       a0 c0 c1                         2 of expert 0, 1 of expert 1
 
-The way back inverts each of these steps, and a token is the sum of its copies by the router's
-weights. Rows move by gathers, forward and backward, so results are the same bits each time. Each
-rank takes part in every exchange, also one without tokens. In an ep of one rank, the rows are the
-sorted copies.
+On the way back a rank adds up its rows of each token by the router's weights, c0 and c1, and sends
+the sum; the token is the sum of what comes from its ranks. Rows move by gathers and are added up in
+a fixed order, forward and backward, so results are the same bits each time. Each rank takes part in
+every exchange, also one without tokens. In an ep of one rank, the tokens that arrive are its own.
 
-Shape suffixes: N tokens of this rank, K experts a token, C = N * K copies, R rows that arrived, E
-experts, H hidden.
+Shape suffixes: N tokens of this rank, K experts a token, G ranks of ep, S tokens that are sent, V
+that arrive, R rows, E experts, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.buffer.comm.activation import exchange_rows, start_exchange
-from megafsdp.buffer.comm.collectives import Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Which rows are added up, for each of many sums.
+
+    Attributes:
+        index: The rows of the first sum, then those of the second, and so on.
+        starts: Where those of each sum start in ``index``; a sum of none is zero.
+    """
+
+    index: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, num_rows: Tensor) -> Sums:
+        """Make sums of as many rows each."""
+        return cls(index, num_rows.cumsum(0) - num_rows)
+
+    def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the sums, added in fp32 or wider in the order of ``index``, in the rows' dtype.
+
+        Args:
+            rows: 2-D.
+            weights: The factor of each entry of ``index``; None for 1.
+        """
+        return F.embedding_bag(
+            self.index, rows, self.starts, mode="sum", per_sample_weights=weights
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What goes from rank to rank, and how arrived rows are sorted by expert.
+    """What goes from rank to rank.
 
     Attributes:
         group: The ranks of ep.
-        sent: Number of copies that go to each of them.
-        received: Number of rows that come from each.
-        arrival_R: Where each row in the order of experts arrived.
-        place_R: The place in the order of experts of each row that arrived.
+        sent: Number of tokens that go to each of them.
+        received: Number of tokens that come from each.
+        token_S: Which token each of those sent is, in the order of the ranks they go to.
+        sums_N: For each token, what comes back of it.
     """
 
     group: dist.ProcessGroup
     sent: Sequence[int]
     received: Sequence[int]
-    arrival_R: Tensor
-    place_R: Tensor
+    token_S: Tensor
+    sums_N: Sums
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """Where each copy of a token goes.
+    """Where each token goes, and which rows are made of it there.
 
     Attributes:
         num_choices: K.
-        copy_C: Which copy is at each place of the sorted ones; copy n * K + k is the k-th of token
-            n.
-        place_C: The place of each copy among the sorted ones.
-        token_C: The token of each of the sorted ones.
         load_E: Rows of each expert of this rank, int64.
+        choice_R: Which of the V x K choices of arrived tokens each row is.
+        token_R: Which of the arrived tokens each row is a copy of.
+        sums_V: For each arrived token, its rows.
         exchange: What goes from rank to rank; None where this rank has all experts.
     """
 
     num_choices: int
-    copy_C: Tensor
-    place_C: Tensor
-    token_C: Tensor
     load_E: Tensor
+    choice_R: Tensor
+    token_R: Tensor
+    sums_V: Sums
     exchange: Exchange | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The rows of this rank's experts, one expert after another.
+
+    Attributes:
+        rows_RH: The rows.
+        weight_R: The factor of each in its token's sum.
+        plan: Whose rows they are; ``plan.load_E`` of each expert.
+    """
+
+    rows_RH: Tensor
+    weight_R: Tensor
+    plan: DispatchPlan
 
 
 def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
@@ -80,78 +124,117 @@ def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def plan_dispatch(
-    experts_NK: Tensor, num_experts: int, group: dist.ProcessGroup | None
-) -> DispatchPlan:
-    """Find where the copies of this rank's tokens go, and what comes from other ranks.
+def dispatch(
+    x_NH: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+) -> Dispatched:
+    """Bring tokens to their experts; collective over ``group``.
 
-    Collective over ``group``. With a group the host waits for the counts, which size the exchange.
+    With a group the host waits for the numbers of tokens, which size the exchange. Allocates a copy
+    of each arrived token for each of its experts here.
 
     Args:
-        experts_NK: The experts of each token, int64.
+        x_NH: The tokens of this rank.
+        experts_NK: Their experts, int64, no two of a token the same.
+        weights_NK: The experts' factors in the token's sum.
         num_experts: E, of all ranks of ep together, which divide it.
         group: The ranks of ep, each of which has as many experts; None where this rank has all.
     """
-    chosen_C = experts_NK.flatten()
-    load_E = arriving = count_by_expert(chosen_C, num_experts)
-    pending = Pending()
-    if group is not None:
-        # It runs beside the sort.
-        splits = [num_experts // group.size()] * group.size()
-        arriving, pending = start_exchange(
-            load_E, splits, splits, group=group, label="tokens of experts"
-        )
-    # Stable, so that rows of an expert keep the tokens' order: sums over them do, too.
-    num_choices = experts_NK.shape[1]
-    copy_C = chosen_C.argsort(stable=True)
-    place_C, token_C = _inverse(copy_C), copy_C // num_choices
-    pending.wait()
-    exchange = None
-    if group is not None and group.size() > 1:
-        exchange, load_E = _plan_exchange(load_E, arriving, group)
-    return DispatchPlan(num_choices, copy_C, place_C, token_C, load_E, exchange)
+    weights_NK = weights_NK.to(x_NH.dtype)
+    if group is None or group.size() == 1:
+        plan = _sort_rows(experts_NK, num_experts, experts_NK.numel(), None)
+        x_VH, weights_VK = x_NH.detach(), weights_NK.detach()
+    else:
+        num_own = num_experts // group.size()
+        exchange, num_rows = _plan_exchange(experts_NK, num_own, group)
+        experts_VK, x_VH, weights_VK = _exchange_tokens(x_NH, experts_NK, weights_NK, exchange)
+        experts_VK -= group.rank() * num_own
+        experts_VK.masked_fill_((experts_VK < 0) | (experts_VK >= num_own), num_own)
+        plan = _sort_rows(experts_VK, num_own, num_rows, exchange)
+    rows_RH, weight_R = _Dispatch.apply(x_NH, weights_NK, x_VH, weights_VK, plan)
+    return Dispatched(rows_RH, weight_R, plan)
+
+
+def combine(rows_RH: Tensor, dispatched: Dispatched) -> Tensor:
+    """Return the weighted sum of each token's rows, ``(N, H)``; collective over ep.
+
+    The sum of a rank's rows travels in their dtype.
+
+    Args:
+        rows_RH: What the experts made of the dispatched rows, in their order.
+        dispatched: Those.
+    """
+    out: Tensor = _Combine.apply(rows_RH, dispatched.weight_R, dispatched.plan)
+    return out
 
 
 def _plan_exchange(
-    load_E: Tensor, arriving: Tensor, group: dist.ProcessGroup
-) -> tuple[Exchange, Tensor]:
-    """Return the exchange, and the rows of each expert of this rank.
+    experts_NK: Tensor, num_own: int, group: dist.ProcessGroup
+) -> tuple[Exchange, int]:
+    """Return the exchange of tokens, and the number of rows here.
 
     Args:
-        load_E: This rank's copies for each expert.
-        arriving: Copies for this rank's experts, of one rank after another.
+        experts_NK: The experts of this rank's tokens.
+        num_own: Experts of each rank.
         group: The ranks of ep.
     """
-    num_ranks = group.size()
-    num_own = load_E.numel() // num_ranks
-    by_rank = torch.stack((load_E, arriving)).view(2, num_ranks, num_own).sum(-1)
-    sent, received = by_rank.tolist()
-    own = torch.arange(num_own, device=load_E.device).repeat(num_ranks)
-    expert_R = own.repeat_interleave(arriving, output_size=sum(received))
-    arrival_R = expert_R.argsort(stable=True)
-    exchange = Exchange(group, sent, received, arrival_R, _inverse(arrival_R))
-    return exchange, arriving.view(num_ranks, num_own).sum(0)
+    num_tokens, num_ranks = len(experts_NK), group.size()
+    rank_NK = experts_NK // num_own
+    goes_NG = experts_NK.new_zeros((num_tokens, num_ranks), dtype=torch.uint8)
+    goes_NG.scatter_(1, rank_NK, 1)
+    sent_G2 = torch.stack((goes_NG.sum(0), count_by_expert(rank_NK, num_ranks)), dim=1)
+    each = [1] * num_ranks
+    received_G2, pending = start_exchange(
+        sent_G2, each, each, group=group, label="numbers of tokens"
+    )
+    # Beside the exchange: rank by rank the tokens that go there, and behind all what goes nowhere.
+    order = goes_NG.t().flatten().argsort(descending=True, stable=True)
+    pending.wait()
+    (sent, _), (received, copies) = torch.stack((sent_G2, received_G2)).transpose(1, 2).tolist()
+    token_S = order[: sum(sent)] % num_tokens
+    sums_N = Sums.of(token_S.argsort(stable=True), goes_NG.sum(1))
+    return Exchange(group, sent, received, token_S, sums_N), sum(copies)
 
 
-def dispatch(x_NH: Tensor, plan: DispatchPlan) -> Tensor:
-    """Return the rows of this rank's experts, one expert after another; collective over ep.
+@torch.no_grad()
+def _exchange_tokens(
+    x_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return arrived tokens' experts, int64, the tokens themselves, and their weights.
 
-    Allocates a copy of each token for each of its experts, and as much again with an exchange.
+    One exchange of all three: each costs the ranks a wait for each other.
     """
-    rows: Tensor = _Dispatch.apply(x_NH, plan)
-    return rows
+    # Numbers travel as the bits of elements.
+    dtype = torch.int64 if x_NH.itemsize > 4 else torch.int32
+    numbers = experts_NK.to(dtype).view(x_NH.dtype)
+    columns = (x_NH, weights_NK, numbers)
+    arrived = _to_ranks(torch.cat(columns, dim=1), exchange, "tokens to experts")
+    x_VH, weights_VK, numbers = arrived.split([each.shape[1] for each in columns], dim=1)
+    return numbers.contiguous().view(dtype).long(), x_VH, weights_VK
 
 
-def combine(rows_RH: Tensor, plan: DispatchPlan, weights_NK: Tensor) -> Tensor:
-    """Return the weighted sum of each token's rows, ``(N, H)``; collective over ep.
-
-    Args:
-        rows_RH: What the experts made of the rows of :func:`dispatch`, in their order.
-        plan: That of the dispatch.
-        weights_NK: The factors of a token's experts, in any dtype.
-    """
-    out: Tensor = _Combine.apply(rows_RH, weights_NK.to(rows_RH.dtype), plan)
-    return out
+def _sort_rows(
+    experts_VK: Tensor, num_own: int, num_rows: int, exchange: Exchange | None
+) -> DispatchPlan:
+    """Plan the rows of arrived tokens, by their experts; choices of others are ``num_own``."""
+    # Choices of others are the last, and cut off. Stable, so that rows of an expert keep the
+    # tokens' order: sums over them do, too.
+    choice_R = experts_VK.flatten().argsort(stable=True)[:num_rows]
+    is_own_VK = experts_VK < num_own
+    # Rows of a token are added up in the order of its choices.
+    place_R = (is_own_VK.flatten().cumsum(0) - 1).index_select(0, choice_R)
+    num_choices = experts_VK.shape[1]
+    return DispatchPlan(
+        num_choices,
+        count_by_expert(experts_VK, num_own + 1)[:num_own],
+        choice_R,
+        choice_R // num_choices,
+        Sums.of(_inverse(place_R), is_own_VK.sum(1)),
+        exchange,
+    )
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -162,74 +245,71 @@ def _inverse(permutation: Tensor) -> Tensor:
 # One node of autograd each: nodes in Python cost more than the small copies between them, and their
 # gradients are gathers too, where torch's own would add to rows in any order.
 class _Dispatch(torch.autograd.Function):
-    """Copies of tokens, brought to their experts; a token's gradient is the sum of its copies'."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_NH: Tensor, plan: DispatchPlan) -> Tensor:
-        ctx.plan = plan  # type: ignore[attr-defined]
-        rows_CH = x_NH.index_select(0, plan.token_C)
-        return _start_to_experts(rows_CH, plan, "tokens to experts")()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_RH: Tensor) -> tuple[Tensor, None]:
-        plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
-        grad_CH = _from_experts(grad_RH, plan, "tokens to experts grads")
-        return _by_token(grad_CH, plan).sum(1), None
-
-
-class _Combine(torch.autograd.Function):
-    """Rows of experts, brought back and added up by the weights of their tokens."""
+    """Rows of arrived tokens; a token's gradient is the sum of its rows', on all ranks."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, rows_RH: Tensor, weights_NK: Tensor, plan: DispatchPlan
-    ) -> Tensor:
+        ctx: FunctionCtx,
+        x_NH: Tensor,
+        weights_NK: Tensor,
+        x_VH: Tensor,
+        weights_VK: Tensor,
+        plan: DispatchPlan,
+    ) -> tuple[Tensor, Tensor]:
         ctx.plan = plan  # type: ignore[attr-defined]
-        copies_NKH = _by_token(_from_experts(rows_RH, plan, "tokens from experts"), plan)
-        ctx.save_for_backward(copies_NKH, weights_NK)
-        # A product of matrices: sums are wider than bf16, and no product of C x H is stored.
-        return torch.bmm(weights_NK.unsqueeze(1), copies_NKH).squeeze(1)
+        weight_R = weights_VK.reshape(-1).index_select(0, plan.choice_R)
+        return x_VH.index_select(0, plan.token_R), weight_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, grad_RH: Tensor, weight_grad_R: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
+        grad_VH = plan.sums_V.add_up(grad_RH)
+        weight_grads_VK = grad_VH.new_zeros((len(grad_VH), plan.num_choices))
+        weight_grads_VK.view(-1).scatter_(0, plan.choice_R, weight_grad_R)
+        if plan.exchange is None:
+            return grad_VH, weight_grads_VK, None, None, None
+        both = torch.cat((grad_VH, weight_grads_VK), dim=1)
+        grads = _from_ranks(both, plan.exchange, "tokens to experts grads")
+        return *grads.split([grad_VH.shape[1], plan.num_choices], dim=1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows of experts, added up by the weights of their tokens and brought back."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows_RH: Tensor, weight_R: Tensor, plan: DispatchPlan) -> Tensor:
+        ctx.plan = plan  # type: ignore[attr-defined]
+        ctx.save_for_backward(rows_RH, weight_R)
+        weights = weight_R.index_select(0, plan.sums_V.index)
+        sums_VH = plan.sums_V.add_up(rows_RH, weights)
+        return _from_ranks(sums_VH, plan.exchange, "tokens from experts")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, Tensor, None]:
         plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
-        copies_NKH, weights_NK = ctx.saved_tensors  # type: ignore[attr-defined]
-        weight_C1 = weights_NK.reshape(-1, 1).index_select(0, plan.copy_C)
-        grad_CH = grad_NH.index_select(0, plan.token_C).mul_(weight_C1)
-        end = _start_to_experts(grad_CH, plan, "tokens from experts grads")
-        # Beside the exchange.
-        weight_grads_NK = torch.bmm(copies_NKH, grad_NH.unsqueeze(2)).squeeze(2)
-        return end(), weight_grads_NK, None
+        rows_RH, weight_R = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_VH = _to_ranks(grad_NH, plan.exchange, "tokens from experts grads")
+        grad_RH = grad_VH.index_select(0, plan.token_R)
+        # A product of matrices: sums are wider than bf16, and no product of R x H is stored.
+        weight_grad_R = torch.bmm(rows_RH.unsqueeze(1), grad_RH.unsqueeze(2)).flatten()
+        return grad_RH.mul_(weight_R.unsqueeze(1)), weight_grad_R, None
 
 
-def _start_to_experts(rows_CH: Tensor, plan: DispatchPlan, label: str) -> Callable[[], Tensor]:
-    """Send sorted copies to the ranks of their experts; return what waits and sorts the rows."""
-    if (exchange := plan.exchange) is None:
-        return lambda: rows_CH
-    arrived_RH, pending = start_exchange(
-        rows_CH, exchange.received, exchange.sent, group=exchange.group, label=label
-    )
-
-    def end() -> Tensor:
-        pending.wait()
-        return arrived_RH.index_select(0, exchange.arrival_R)
-
-    return end
+def _to_ranks(x_NH: Tensor, exchange: Exchange | None, label: str) -> Tensor:
+    """Send tokens to the ranks of their experts, and return those that arrive."""
+    if exchange is None:
+        return x_NH
+    x_SH = x_NH.index_select(0, exchange.token_S)
+    return exchange_rows(x_SH, exchange.received, exchange.sent, group=exchange.group, label=label)
 
 
-def _from_experts(rows_RH: Tensor, plan: DispatchPlan, label: str) -> Tensor:
-    """Bring rows back to the ranks of their tokens: the sorted copies."""
-    if (exchange := plan.exchange) is None:
-        return rows_RH
-    leaving_RH = rows_RH.index_select(0, exchange.place_R)
-    return exchange_rows(
-        leaving_RH, exchange.sent, exchange.received, group=exchange.group, label=label
-    )
-
-
-def _by_token(rows_CH: Tensor, plan: DispatchPlan) -> Tensor:
-    """Return the copies of each token side by side, ``(N, K, H)``."""
-    num_tokens, width = len(rows_CH) // plan.num_choices, rows_CH.shape[1]
-    return rows_CH.index_select(0, plan.place_C).view(num_tokens, plan.num_choices, width)
+def _from_ranks(x_VH: Tensor, exchange: Exchange | None, label: str) -> Tensor:
+    """Send arrived tokens back, and return the sum of what comes back of each token."""
+    if exchange is None:
+        return x_VH
+    x_SH = exchange_rows(x_VH, exchange.sent, exchange.received, group=exchange.group, label=label)
+    return exchange.sums_N.add_up(x_SH)

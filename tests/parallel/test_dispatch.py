@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.buffer.comm.trace import record_collectives
-from megafsdp.parallel.dispatch import combine, dispatch, plan_dispatch
+from megafsdp.parallel.dispatch import combine, dispatch
 from tests.ranks import Ranks
 
 _NUM_EXPERTS, _WIDTH = 6, 5
@@ -55,16 +55,16 @@ def _run(by_rank: Choices) -> dict[str, Tensor]:
     x = x[first : first + len(own)].requires_grad_()
     weights = weights[first : first + len(own)].requires_grad_()
     factors = factors.chunk(num_ranks)[rank].requires_grad_()
-    plan = plan_dispatch(_chosen(own, num_choices), _NUM_EXPERTS, group)
-    rows = dispatch(x, plan)
-    out = combine(rows * factors.repeat_interleave(plan.load_E, dim=0), plan, weights)
+    dispatched = dispatch(x, _chosen(own, num_choices), weights, _NUM_EXPERTS, group)
+    rows, load_E = dispatched.rows_RH, dispatched.plan.load_E
+    out = combine(rows * factors.repeat_interleave(load_E, dim=0), dispatched)
     # A different gradient for each element.
     grad = torch.arange(x.numel(), dtype=x.dtype).view_as(x) + 100 * first
     out.backward(grad)
     assert x.grad is not None and weights.grad is not None and factors.grad is not None
     return {
         "rows": rows.detach(),
-        "loads": plan.load_E,
+        "loads": load_E,
         "out": out.detach(),
         "grad of x": x.grad,
         "grad of weights": weights.grad,
@@ -123,9 +123,10 @@ def _count_exchanges(name: str) -> tuple[dict[str, int], dict[str, int]]:
     assert group is not None
     own = _CHOICES[name][group.rank()]
     x = torch.ones(len(own), _WIDTH, requires_grad=True)
+    weights = torch.ones(len(own), 2, requires_grad=True)
     with record_collectives() as forward:
-        plan = plan_dispatch(_chosen(own, 2), _NUM_EXPERTS, group)
-        out = combine(dispatch(x, plan), plan, torch.ones(len(own), 2))
+        dispatched = dispatch(x, _chosen(own, 2), weights, _NUM_EXPERTS, group)
+        out = combine(dispatched.rows_RH, dispatched)
     with record_collectives() as backward:
         out.sum().backward()
     return dict(forward.calls), dict(backward.calls)
@@ -133,9 +134,71 @@ def _count_exchanges(name: str) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("name", ["random", "a rank without tokens", "a rank without rows"])
 def test_each_rank_exchanges_once_each_way(ranks: Ranks, name: str) -> None:
-    """Counts, rows there and rows back; two in backward: also a rank that has nothing to send."""
+    """Numbers, tokens there and back; two in backward: also a rank that has nothing to send."""
     wanted = ({"all_to_all": 3}, {"all_to_all": 2})
     assert ranks(2).run(_count_exchanges, name) == [wanted, wanted]
+
+
+def _sent_nbytes(by_rank: Choices) -> list[int]:
+    group = dist.group.WORLD
+    assert group is not None
+    experts = _chosen(by_rank[group.rank()], len(by_rank[0][0]))
+    x = torch.ones(len(experts), _WIDTH, requires_grad=True)
+    weights = torch.ones(experts.shape, requires_grad=True)
+    with record_collectives() as forward:
+        dispatched = dispatch(x, experts, weights, _NUM_EXPERTS, group)
+        out = combine(dispatched.rows_RH, dispatched)
+    with record_collectives() as backward:
+        out.sum().backward()
+    return [record.nbytes["all_to_all"] for record in (forward, backward)]
+
+
+@pytest.mark.parametrize("name", ["random", "every expert", "a rank without tokens"])
+def test_a_token_travels_once_to_each_rank(ranks: Ranks, name: str) -> None:
+    """However many of its experts are there, and with them the choices and their weights."""
+    by_rank = _CHOICES[name]
+    num_choices, itemsize = len(by_rank[0][0]), 4
+    places = [[{expert // 3 for expert in token} for token in own] for own in by_rank]
+    for rank, nbytes in enumerate(ranks(2).run(_sent_nbytes, by_rank)):
+        sent = sum(len(of_token) for of_token in places[rank])
+        arrived = sum(rank in of_token for own in places for of_token in own)
+        # A rank counts what it gives: tokens that it sends, and sums of those that came to it.
+        numbers, width = 2 * 2 * 8, (sent + arrived) * _WIDTH
+        assert nbytes == [
+            numbers + (width + sent * 2 * num_choices) * itemsize,
+            (width + arrived * num_choices) * itemsize,
+        ]
+
+
+def _pass_many_experts(dtype: torch.dtype, is_cut: bool) -> list[Tensor]:
+    """Pass tokens that choose among 1,000 experts; the joined batch if experts are not cut."""
+    group, num_experts = dist.group.WORLD, 1000
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(20, num_experts, generator=generator).topk(8).indices
+    x, weights = (torch.randn(20, width, generator=generator) for width in (8, 8))
+    grad = torch.randn(20, 8, generator=generator)
+    own = [t.chunk(2)[group.rank()] if is_cut else t for t in (experts, x, weights, grad)]
+    experts, x, weights, grad = own
+    x, weights = (t.to(dtype).requires_grad_() for t in (x, weights))
+    dispatched = dispatch(x, experts, weights, num_experts, group if is_cut else None)
+    out = combine(dispatched.rows_RH * 0.5, dispatched)
+    out.backward(grad.to(dtype))
+    assert x.grad is not None and weights.grad is not None
+    loads = dispatched.plan.load_E
+    return [dispatched.rows_RH.detach(), loads, out.detach(), x.grad, weights.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_of_experts_travel_in_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
+    """More experts than bf16 and fp16 have whole numbers for; rows and loads are exact."""
+    pool = ranks(2)
+    first, second = pool.run(_pass_many_experts, dtype, True)
+    wanted = pool.run(_pass_many_experts, dtype, False)[0]
+    for place, (a, b, whole) in enumerate(zip(first, second, wanted, strict=True)):
+        # A sum of 8 is rounded on each of two ranks and then once more.
+        tolerance = 0 if place < 2 else 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(torch.cat([a, b]), whole, rtol=tolerance, atol=tolerance)
 
 
 class _Names(TorchDispatchMode):
@@ -154,36 +217,38 @@ class _Names(TorchDispatchMode):
 def _operators(name: str) -> list[str]:
     group = dist.group.WORLD
     assert group is not None
+    own = _chosen(_CHOICES[name][group.rank()], 2)
     with _Names() as noted:
-        plan_dispatch(_chosen(_CHOICES[name][group.rank()], 2), _NUM_EXPERTS, group)
+        dispatch(torch.ones(len(own), _WIDTH), own, torch.ones(own.shape), _NUM_EXPERTS, group)
     return noted.names
 
 
-def test_copies_are_sorted_while_counts_are_exchanged(ranks: Ranks) -> None:
-    """The exchange is issued before the first sort, and read after it, by the sum of the counts."""
+def test_tokens_are_sorted_while_numbers_are_exchanged(ranks: Ranks) -> None:
+    """The exchange is issued before the first sort, and what it brings is joined after it."""
     for names in ranks(2).run(_operators, "random"):
-        places = [names.index(name) for name in ("alltoall_base_", "sort", "sum")]
+        issued = names.index("alltoall_base_")
+        places = [issued, names.index("sort"), names.index("stack", issued)]
         assert places == sorted(places)
 
 
 def _num_nodes(out: Tensor) -> int:
     """Return how many nodes of the graph are functions in Python."""
-    nodes, found = [out.grad_fn], 0
+    nodes, seen = [out.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node is not None:
-            found += isinstance(node, BackwardCFunction)
+        if node is not None and node not in seen:
+            seen.add(node)
             nodes += [following for following, _ in node.next_functions]
-    return found
+    return sum(isinstance(node, BackwardCFunction) for node in seen)
 
 
 def _nodes(name: str) -> int:
     group = dist.group.WORLD
     assert group is not None
     own = _CHOICES[name][group.rank()]
-    plan = plan_dispatch(_chosen(own, 2), _NUM_EXPERTS, group)
     x = torch.ones(len(own), _WIDTH, requires_grad=True)
-    return _num_nodes(combine(dispatch(x, plan), plan, torch.ones(len(own), 2)))
+    dispatched = dispatch(x, _chosen(own, 2), torch.ones(len(own), 2), _NUM_EXPERTS, group)
+    return _num_nodes(combine(dispatched.rows_RH, dispatched))
 
 
 def test_each_way_is_one_node_of_the_graph(ranks: Ranks) -> None:
@@ -192,11 +257,13 @@ def test_each_way_is_one_node_of_the_graph(ranks: Ranks) -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    """The rows of all experts are the sorted copies."""
+    """The tokens that arrive are its own."""
     with record_collectives() as record:
-        plan = plan_dispatch(_chosen([[1, 0], [0, 2]], 2), _NUM_EXPERTS, None)
-        combine(dispatch(torch.ones(2, _WIDTH), plan), plan, torch.ones(2, 2))
-    assert not record.calls and plan.exchange is None
+        experts = _chosen([[1, 0], [0, 2]], 2)
+        x, weights = torch.ones(2, _WIDTH), torch.ones(2, 2)
+        dispatched = dispatch(x, experts, weights, _NUM_EXPERTS, None)
+        combine(dispatched.rows_RH, dispatched)
+    assert not record.calls and dispatched.plan.exchange is None
 
 
 def test_a_second_run_gives_the_same_bits() -> None:
@@ -208,8 +275,8 @@ def test_a_second_run_gives_the_same_bits() -> None:
 
     def run() -> tuple[Tensor, Tensor]:
         leaf = x.clone().requires_grad_()
-        plan = plan_dispatch(experts, _NUM_EXPERTS, None)
-        out = combine(dispatch(leaf, plan) * 1.1, plan, weights)
+        dispatched = dispatch(leaf, experts, weights, _NUM_EXPERTS, None)
+        out = combine(dispatched.rows_RH * 1.1, dispatched)
         out.backward(grad)
         assert leaf.grad is not None
         return out.detach(), leaf.grad

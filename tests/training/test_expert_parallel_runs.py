@@ -24,8 +24,8 @@ def _config(folder: Path, steps: int, model: dict[str, Any], **degrees: int) -> 
         folder,
         model={"router_balance": "bias", "router_bias_update_rate": _RATE, **model},
         parallel=degrees,
-        # Adam at a rate of 1e-2 makes of a difference in the last bit one of 1e-5 in five steps, where
-        # keys of the linear attention, which are normalized, are small.
+        # At a rate of 1e-2, Adam makes of a difference in the last bit one of 1e-5 in five steps,
+        # where keys of the linear attention, which are normalized, are small.
         optimizer={"clip_norm": 0.5, "lr": 3e-3},
         train={"steps": steps},
         schedule={"kind": "constant"},

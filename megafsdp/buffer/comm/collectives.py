@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.buffer.comm import trace
-from megafsdp.buffer.comm.gloo import sum_shards, wait_for_rest
+from megafsdp.buffer.comm.gloo import look_out, sum_shards, wait_for_rest
 from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
@@ -37,15 +37,21 @@ class Pending:
     Args:
         works: Handles to wait for.
         finish: What to do once they are complete, on the thread that waits.
+        is_on_gloo: Whether the works are gloo's, so that the thread waits and not a stream.
     """
 
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_finish", "_is_on_gloo", "_works")
 
     def __init__(
-        self, works: Sequence[dist.Work | None] = (), finish: Callable[[], None] | None = None
+        self,
+        works: Sequence[dist.Work | None] = (),
+        finish: Callable[[], None] | None = None,
+        *,
+        is_on_gloo: bool = False,
     ) -> None:
         self._works = [work for work in works if work is not None]
         self._finish = finish
+        self._is_on_gloo = is_on_gloo
 
     def wait(self) -> None:
         """Wait for completion and run the finishing step; later calls return at once.
@@ -58,11 +64,13 @@ class Pending:
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
         for index, work in enumerate(works):
+            if self._is_on_gloo:
+                look_out(work)
             try:
                 work.wait()
             except RuntimeError:
                 # The caller frees the buffers of all works, and the others may still write theirs.
-                Pending(works[index + 1 :]).wait()
+                Pending(works[index + 1 :], is_on_gloo=self._is_on_gloo).wait()
                 raise
         if finish is not None:
             finish()
@@ -179,7 +187,8 @@ def all_gather(
         # coalesced gather is too long for the string's inline storage: two works that end together
         # would free its heap memory twice.
         if is_gloo(group, output[0].device):
-            return Pending([_gather_on_gloo(out, shard, group) for out, shard in pairs])
+            works = [_gather_on_gloo(out, shard, group) for out, shard in pairs]
+            return Pending(works, is_on_gloo=True)
         return Pending(_launch(_all_gather_single, pairs, group=group))
 
 
@@ -265,7 +274,7 @@ def reduce_scatter(
             shards = [received for _, received in exchanges]
             # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
             finish = _writing(output, shards, scale, accumulate, group)
-            return Pending([work for work, _ in exchanges], finish)
+            return Pending([work for work, _ in exchanges], finish, is_on_gloo=True)
         is_direct = not accumulate and output[0].dtype == reduce_dtype
         op, factor = _start_scaling(wires, scale, group, is_direct=is_direct, force_sum=force_sum)
         sums = output if is_direct else [wires[0].new_empty(out.shape) for out in output]
@@ -295,7 +304,8 @@ def start_all_to_all(
         return Pending()
     _count(_UNEVEN, label, source.numel() * source.element_size(), group)
     received, sent = map(list, splits)
-    if group.size() == 2 and is_gloo(group, output.device):
+    is_on_gloo = is_gloo(group, output.device)
+    if group.size() == 2 and is_on_gloo:
         rank = group.rank()
         outs, pieces = output.split(received), source.split(sent)
         work = _swap(outs[1 - rank], pieces[1 - rank], group)
@@ -303,7 +313,7 @@ def start_all_to_all(
         outs[rank].copy_(pieces[rank])
     else:
         work = dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
-    return Pending([work])
+    return Pending([work], is_on_gloo=is_on_gloo)
 
 
 def _writing(
@@ -432,7 +442,8 @@ def all_reduce_partials(
     with profiler_range("all_reduce", label):
         op, factor = _start_scaling([wire], scale, group, is_direct=False, force_sum=force_sum)
         work = dist.all_reduce(wire, op=op, group=group, async_op=True)
-    return Pending([work], _writing([output], [[wire]], factor, accumulate, group))
+    finish = _writing([output], [[wire]], factor, accumulate, group)
+    return Pending([work], finish, is_on_gloo=is_gloo(group, output.device))
 
 
 def all_reduce(
@@ -480,7 +491,8 @@ def start_all_reduce(
     def bring_back() -> None:
         tensor.copy_(sent)
 
-    return Pending([work], None if sent is tensor else bring_back)
+    finish = None if sent is tensor else bring_back
+    return Pending([work], finish, is_on_gloo=is_gloo(everyone, sent.device))
 
 
 def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""What gloo lacks: a sum in fp32 for reduce-scatters, and an end without a crash.
+"""What gloo lacks: a sum in fp32 for reduce-scatters, a wait that is awake, and a clean end.
 
 gloo's own reduce-scatter is an all-reduce in the dtype of the wire, so ranks exchange shards by
 all-to-all and each sums what it received, by :func:`sum_shards`. The sum runs in rank order in the
 accumulation dtype, every operation rounded separately, so the native kernel at any instruction set
 and the torch fallback give the same bits.
+
+:func:`look_out` comes before a wait: to sleep at once costs more than most collectives take.
 
 :func:`wait_for_rest` runs when the interpreter exits. A thread of gloo frees its tensors a little
 after it has woken the thread that waited for the collective, and to free a tensor with a Python
@@ -18,11 +20,13 @@ This file issues no collective; collectives.py does.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megafsdp._native import native_module
 from megafsdp.errors import expected
@@ -125,6 +129,25 @@ def _check(shards: Sequence[torch.Tensor], out: torch.Tensor) -> None:
                     hint="Pass flat shards of one dtype and an output of their size",
                 )
             )
+
+
+# What an exchange of a megabyte takes. A rank that is later than that is computing.
+_LOOK_OUT_S = 0.001
+
+
+def look_out(work: dist.Work) -> None:
+    """Return when a collective on gloo has ended, or a millisecond has passed; local.
+
+    A collective passes from thread to thread, each woken by the one before: the rank's own, gloo's
+    runner and its event loop, and those of the other ranks. To wake a thread on a core that fell
+    asleep takes longer than to send what most collectives send. So this thread keeps its core
+    awake, and leaves it to whoever else can run there.
+
+    ``wait()`` must follow. It raises what went wrong.
+    """
+    deadline_s = time.monotonic() + _LOOK_OUT_S
+    while not work.is_completed() and time.monotonic() < deadline_s:
+        os.sched_yield()
 
 
 _TASKS = Path("/proc/self/task")

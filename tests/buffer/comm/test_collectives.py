@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from typing import Any
@@ -263,11 +264,22 @@ def test_small_tensors_are_reduced_in_place(ranks: Ranks) -> None:
 
 
 class _Work:
-    """A work handle that counts its waits, and then fails if it is told so."""
+    """A work handle that counts its waits, and then fails if it is told so.
 
-    def __init__(self, failure: str = "") -> None:
+    Args:
+        failure: What the error says.
+        num_looks: How often it is asked in vain whether it has ended.
+    """
+
+    def __init__(self, failure: str = "", num_looks: float = 0) -> None:
         self.num_waits = 0
         self.failure = failure
+        self.num_looks = num_looks
+
+    def is_completed(self) -> bool:
+        """Count down."""
+        self.num_looks -= 1
+        return self.num_looks < 0
 
     def wait(self) -> None:
         """Count."""
@@ -297,6 +309,53 @@ def test_a_failure_waits_for_the_works_beside_it() -> None:
     pending.wait()
     assert [work.num_waits for work in works] == [1] * len(works)
     assert log == []
+
+
+def test_waits_on_gloo_look_out_first() -> None:
+    """Until a work has ended, or some time has passed; it is waited for all the same."""
+    soon, never, failed = _Work(num_looks=3), _Work(num_looks=math.inf), _Work("late", num_looks=2)
+    Pending([soon, never], is_on_gloo=True).wait()
+    assert soon.num_looks == -1
+    assert [work.num_waits for work in (soon, never)] == [1, 1]
+    with pytest.raises(RuntimeError, match="late"):
+        Pending([failed], is_on_gloo=True).wait()
+
+
+def test_waits_of_a_stream_are_not_looked_out_for() -> None:
+    """The thread has only to tell the stream, and does not wait for the work to end."""
+    work = _Work(num_looks=3)
+    Pending([work]).wait()
+    assert (work.num_looks, work.num_waits) == (3, 1)
+
+
+def _looked_out_for(kind: str) -> int:
+    """Return how many works one collective on gloo looks out for."""
+    num_ranks, seen = dist.get_world_size(), []
+    full, part = torch.ones(4 * num_ranks), torch.ones(4)
+    sums = {"scale": 1.0, "accumulate": False, "reduce_dtype": torch.float32, "label": ""}
+    with mock.patch("megafsdp.buffer.comm.collectives.look_out", seen.append):
+        match kind:
+            case "all_gather":
+                all_gather([full], [part], group=_world(), label="").wait()
+            case "reduce_scatter":
+                reduce_scatter([part], [full], group=_world(), **sums).wait()
+            case "all_reduce_partials":
+                all_reduce_partials(part, part.clone(), group=_world(), **sums).wait()
+            case "all_to_all":
+                splits = [4] * num_ranks, [4] * num_ranks
+                all_to_all(full, full.clone(), splits, _world(), "")
+            case "all_reduce":
+                all_reduce(part)
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    "kind", ["all_gather", "reduce_scatter", "all_reduce_partials", "all_to_all", "all_reduce"]
+)
+def test_every_collective_on_gloo_is_looked_out_for(ranks: Ranks, kind: str) -> None:
+    """On two ranks, which have ways of their own, and on three."""
+    assert ranks(2).run(_looked_out_for, kind) == [1] * 2
+    assert ranks(3).run(_looked_out_for, kind) == [1] * 3
 
 
 def test_discarded_pending_waits_and_never_finishes() -> None:
