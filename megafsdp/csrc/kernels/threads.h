@@ -2,6 +2,9 @@
 #pragma once
 
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -10,6 +13,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -91,6 +95,7 @@ class Workers {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       hire(num_helpers);
+      keep_off_this_core();
       task_ = &task;
       call_ = [](const void* erased) { (*static_cast<const Task*>(erased))(); };
       num_wanted_ = num_hired_ < num_helpers ? num_hired_ : num_helpers;
@@ -116,23 +121,51 @@ class Workers {
   }
 
   void hire(int64_t num_helpers) {
+    threads_.reserve(num_helpers);
     try {
-      for (; num_hired_ < num_helpers; ++num_hired_) std::thread([this] { serve(); }).detach();
+      while (num_hired_ < num_helpers) {
+        std::thread worker([this] { serve(); });
+        threads_.push_back(worker.native_handle());
+        worker.detach();
+        ++num_hired_;
+        core_ = -1;
+      }
     } catch (const std::system_error&) {
       // The system gives no more threads: those that are there do the work.
     }
   }
 
+  // Forbids the workers the core that this thread runs on, among those that it may run on. A system
+  // that sees no cache in common between the cores, as in many virtual machines, would wake them
+  // there, one after the other with this thread, though other cores are idle.
+  void keep_off_this_core() {
+#if defined(__linux__)
+    const int core = sched_getcpu();
+    if (core == core_ || core < 0) return;
+    core_ = core;
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof(cores), &cores) != 0 || CPU_COUNT(&cores) < 2) return;
+    CPU_CLR(core, &cores);
+    for (const pthread_t thread : threads_) pthread_setaffinity_np(thread, sizeof(cores), &cores);
+#endif
+  }
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return num_wanted_ > 0; });
-      --num_wanted_;
-      ++num_running_;
-      lock.unlock();
-      call_(task_);
-      lock.lock();
-      if (--num_running_ == 0) done_.notify_one();
+      if (num_wanted_ > 0) {
+        --num_wanted_;
+        ++num_running_;
+        lock.unlock();
+        call_(task_);
+        lock.lock();
+        if (--num_running_ == 0) done_.notify_one();
+      } else {
+        // Whoever wakes too late for one call looks out for the next: falling asleep at once, it
+        // would be late for that one too.
+        wake_.wait(lock);
+        if (num_wanted_ > 0) continue;
+      }
       lock.unlock();
       look_out([this] { return num_wanted_ > 0; });
       lock.lock();
@@ -144,6 +177,9 @@ class Workers {
   const void* task_ = nullptr;
   void (*call_)(const void*) = nullptr;
   int64_t num_hired_ = 0;
+  std::vector<pthread_t> threads_;
+  // Where the thread ran that called last; -1 before that.
+  int core_ = -1;
   // Written with the mutex held; read without it by those that look out.
   std::atomic<int64_t> num_wanted_{0}, num_running_{0};
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import math
@@ -142,6 +143,44 @@ def _forks() -> None:
 def test_a_forked_child_has_threads_of_its_own(ranks: Ranks) -> None:
     """Those that wait in the parent are not there: the child starts one, and steps the same."""
     ranks(1).run(_forks)
+
+
+def _cores_of_workers(cores: set[int]) -> list[set[int]]:
+    """Return where threads that a step with three threads makes may run, in a child on cores."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            os.sched_setaffinity(0, cores)
+            tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0, 4.0)]
+            adam_step(AdamBuffers(*tensors), AdamHyper(), step=1, num_threads=3)
+            # All but the thread that called, which a fork leaves alone.
+            tasks = map(int, os.listdir("/proc/self/task"))
+            found = [os.sched_getaffinity(task) for task in tasks if task != os.getpid()]
+            os.write(writer, repr(found).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as answer:
+        found: list[set[int]] = ast.literal_eval(answer.read())
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores of threads: Linux")
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_workers_keep_off_the_core_of_the_caller(ranks: Ranks, num_cores: int) -> None:
+    """Where it is not the only one; a scheduler that sees no common cache would wake them there."""
+    cores = set(sorted(os.sched_getaffinity(0))[:num_cores])
+    if len(cores) < num_cores:
+        pytest.skip(f"{num_cores} cores")
+    (found,) = ranks(1).run(_cores_of_workers, cores)
+    assert len(found) == 2
+    for allowed in found:
+        assert allowed < cores if num_cores > 1 else allowed == cores
+        assert len(allowed) == 1
 
 
 def test_cuts_do_not_show(level: str) -> None:
