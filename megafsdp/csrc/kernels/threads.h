@@ -64,6 +64,12 @@ void look_out(const Condition& met) {
   }
 }
 
+// The number of this thread among those that share a call's work; 0 of one that is no worker.
+inline int64_t& thread_number() {
+  thread_local int64_t number = 0;
+  return number;
+}
+
 // Threads that wait between calls, as many as the largest call has asked for. They look out for the
 // next call before they sleep: buffers of a model are stepped one right after the other.
 //
@@ -124,7 +130,7 @@ class Workers {
     threads_.reserve(num_helpers);
     try {
       while (num_hired_ < num_helpers) {
-        std::thread worker([this] { serve(); });
+        std::thread worker([this, number = num_hired_ + 1] { serve(number); });
         threads_.push_back(worker.native_handle());
         worker.detach();
         ++num_hired_;
@@ -150,7 +156,8 @@ class Workers {
 #endif
   }
 
-  void serve() {
+  void serve(int64_t number) {
+    thread_number() = number;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       if (num_wanted_ > 0) {
@@ -202,12 +209,27 @@ void parallel_ranges(int64_t count, int64_t grain, int64_t min_range, int64_t nu
   const int64_t least = fair > min_range ? fair : min_range;
   const int64_t range = (least + grain - 1) / grain * grain;
   const int64_t num_ranges = (count + range - 1) / range;
-  std::atomic<int64_t> next{0};
-  Workers::instance().run((num_threads < num_ranges ? num_threads : num_ranges) - 1, [&] {
-    for (;;) {
-      const int64_t start = next.fetch_add(range, std::memory_order_relaxed);
-      if (start >= count) return;
-      work(start, start + range < count ? start + range : count);
+  const int64_t num_parts = num_threads < num_ranges ? num_threads : num_ranges;
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  // Each thread begins with a part that is its own in every call of that size, so that a pass over
+  // a buffer finds in its core's caches what the pass before left there. Then it helps the others.
+  std::vector<Part> parts(static_cast<size_t>(num_parts));
+  for (int64_t part = 0; part < num_parts; ++part) {
+    parts[part].next.store(part * num_ranges / num_parts, std::memory_order_relaxed);
+    parts[part].end = (part + 1) * num_ranges / num_parts;
+  }
+  Workers::instance().run(num_parts - 1, [&] {
+    for (int64_t turn = 0; turn < num_parts; ++turn) {
+      Part& part = parts[(thread_number() + turn) % num_parts];
+      for (;;) {
+        const int64_t index = part.next.fetch_add(1, std::memory_order_relaxed);
+        if (index >= part.end) break;
+        const int64_t start = index * range;
+        work(start, start + range < count ? start + range : count);
+      }
     }
   });
 }
