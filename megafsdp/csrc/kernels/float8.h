@@ -48,11 +48,15 @@ struct SmallFloat {
   }
 
   // Returns the bits of the magnitude of a finite code, its sign bit cleared.
+  //
+  // Read as that of a normal value, a code gives v; that of a subnormal one means 2 v less the
+  // smallest normal value. The latter is the smaller of the two where v is below that value, as it
+  // is for codes of subnormal values alone.
   MEGAFSDP_INLINE static uint32_t decode_magnitude(uint32_t code) {
     const uint32_t normal = (code << kShift) + kRebias;
     const uint32_t subnormal =
         bits_of(float_of(normal + (1u << 23)) - float_of(kSmallestNormal));
-    return code < (1u << kMantissa) ? subnormal : normal;
+    return subnormal < normal ? subnormal : normal;
   }
 };
 
@@ -86,8 +90,9 @@ struct E4M3 {
 
   MEGAFSDP_INLINE static float decode(uint32_t code) {
     const uint32_t finite = Bits::decode_magnitude(code & Bits::kCodeMask);
-    const uint32_t magnitude = (code & Bits::kCodeMask) == 0x7f ? kNanBits : finite;
-    return float_of(magnitude | (code & Bits::kSignBit) << 24);
+    // All exponent bits and some of the finite pattern make a NaN, without a choice.
+    const uint32_t nan = (code & Bits::kCodeMask) == 0x7f ? kInfinityBits : 0;
+    return float_of(finite | nan | (code & Bits::kSignBit) << 24);
   }
 };
 
