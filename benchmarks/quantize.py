@@ -5,7 +5,7 @@ Inputs, bf16: blocks along features and along tokens. Our side runs at every ins
 the processor has but the scalar one. Sides take turns in every repeat, and of two calls in a row
 the second is timed. A copy of fp32 values from one array to another takes its turn too; bytes a
 second stand beside its own. At last a refresh of a shard, through bf16, beside the step of Adam
-that comes before it.
+that comes before it, at the same instruction set.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, adam_step
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.quantize.formats import FP8_BLOCK, FP8_CURRENT, MXFP8, NVFP4, WeightFormat
 from megafsdp.quantize.input_formats import BLOCK_E4M3, MX_E4M3, NV_E2M1, TENSOR_E4M3, InputFormat
+from megafsdp.quantize.kernels import clear_maxima
 from megafsdp.quantize.tiles import Fragment
 
 _CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ class OurWeight:
 
     def add_maxima(self, through: torch.dtype | None = None) -> None:
         """Find the maxima."""
-        self.maxima[0].zero_()
+        clear_maxima(self.maxima[0])
         self.format.add_maxima(self.fragments, self.maxima, through=through)
 
     def encode(self, through: torch.dtype | None = None) -> None:
@@ -223,12 +224,13 @@ def _refreshes(values: torch.Tensor, repeats: int, levels: list[str]) -> dict[st
     """Return the refresh of every format beside Adam's step on the same fp32 shard."""
     numel, results = values.numel(), {}
     buffers = AdamBuffers(*(torch.full((numel,), 1e-3) for _ in range(4)))
+    calls: Calls = {_ADAM: lambda: adam_step(buffers, _HYPER, step=2)}
     for weight_format in _WEIGHTS:
-        ours = OurWeight(weight_format, values)
-        calls = {_ADAM: lambda: adam_step(buffers, _HYPER, step=2)}
-        timed = _times_ms(_bound(ours.quantize, torch.bfloat16), calls, values, repeats, levels)
+        refresh = _bound(OurWeight(weight_format, values).quantize, torch.bfloat16)
         nbytes = 8 + 1 / weight_format.codes_per_byte
-        results[f"{weight_format.name}, refresh"] = _summary(timed, nbytes, numel)
+        for level in levels:
+            timed = _times_ms(refresh, calls, values, repeats, [level], level_of_others=level)
+            results[f"{weight_format.name}, refresh, {level}"] = _summary(timed, nbytes, numel)
     return results
 
 
@@ -238,6 +240,7 @@ def _times_ms(
     values: torch.Tensor,
     repeats: int,
     levels: list[str],
+    level_of_others: str = "",
 ) -> Times:
     """Return the times of all sides, ours by level, and of the probe; sides take turns."""
     to = torch.empty_like(values)
@@ -248,8 +251,7 @@ def _times_ms(
     try:
         for repeat in range(_WARM_UP_REPEATS + repeats):
             for name, call in calls.items():
-                # Adam's kernel runs at the strongest level, whatever ours.
-                os.environ["MEGAFSDP_SIMD"] = name if name in levels else ""
+                os.environ["MEGAFSDP_SIMD"] = name if name in levels else level_of_others
                 # The first call finds what the others left of the caches, and wakes threads.
                 time_ms(call, _CPU)
                 start_s = time.perf_counter()

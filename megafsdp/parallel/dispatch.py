@@ -149,10 +149,8 @@ def dispatch(
         x_VH, weights_VK = x_NH.detach(), weights_NK.detach()
     else:
         num_own = num_experts // group.size()
-        exchange, num_rows = _plan_exchange(experts_NK, num_own, group)
-        experts_VK, x_VH, weights_VK = _exchange_tokens(x_NH, experts_NK, weights_NK, exchange)
-        experts_VK -= group.rank() * num_own
-        experts_VK.masked_fill_((experts_VK < 0) | (experts_VK >= num_own), num_own)
+        exchange, expert_SK, num_rows = _plan_exchange(experts_NK, num_own, group)
+        experts_VK, x_VH, weights_VK = _exchange_tokens(x_NH, expert_SK, weights_NK, exchange)
         plan = _sort_rows(experts_VK, num_own, num_rows, exchange)
     rows_RH, weight_R = _Dispatch.apply(x_NH, weights_NK, x_VH, weights_VK, plan)
     return Dispatched(rows_RH, weight_R, plan)
@@ -173,8 +171,10 @@ def combine(rows_RH: Tensor, dispatched: Dispatched) -> Tensor:
 
 def _plan_exchange(
     experts_NK: Tensor, num_own: int, group: dist.ProcessGroup
-) -> tuple[Exchange, int]:
-    """Return the exchange of tokens, and the number of rows here.
+) -> tuple[Exchange, Tensor, int]:
+    """Return the exchange of tokens, the experts of those sent, and the number of rows here.
+
+    Experts are numbered within the rank that a token is sent to; those of others are ``num_own``.
 
     Args:
         experts_NK: The experts of this rank's tokens.
@@ -194,14 +194,17 @@ def _plan_exchange(
     order = goes_NG.t().flatten().argsort(descending=True, stable=True)
     pending.wait()
     (sent, _), (received, copies) = torch.stack((sent_G2, received_G2)).transpose(1, 2).tolist()
-    token_S = order[: sum(sent)] % num_tokens
+    order_S = order[: sum(sent)]
+    rank_S, token_S = order_S // num_tokens, order_S % num_tokens
+    expert_SK = experts_NK.index_select(0, token_S) - (rank_S * num_own).unsqueeze(1)
+    expert_SK.masked_fill_((expert_SK < 0) | (expert_SK >= num_own), num_own)
     sums_N = Sums.of(token_S.argsort(stable=True), goes_NG.sum(1))
-    return Exchange(group, sent, received, token_S, sums_N), sum(copies)
+    return Exchange(group, sent, received, token_S, sums_N), expert_SK, sum(copies)
 
 
 @torch.no_grad()
 def _exchange_tokens(
-    x_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor, exchange: Exchange
+    x_NH: Tensor, expert_SK: Tensor, weights_NK: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return arrived tokens' experts, int64, the tokens themselves, and their weights.
 
@@ -209,10 +212,13 @@ def _exchange_tokens(
     """
     # Numbers travel as the bits of elements.
     dtype = torch.int64 if x_NH.itemsize > 4 else torch.int32
-    numbers = experts_NK.to(dtype).view(x_NH.dtype)
-    columns = (x_NH, weights_NK, numbers)
-    arrived = _to_ranks(torch.cat(columns, dim=1), exchange, "tokens to experts")
-    x_VH, weights_VK, numbers = arrived.split([each.shape[1] for each in columns], dim=1)
+    numbers = expert_SK.to(dtype).view(x_NH.dtype)
+    widths = [x_NH.shape[1], weights_NK.shape[1], numbers.shape[1]]
+    rows = torch.cat((x_NH, weights_NK, x_NH.new_empty(len(x_NH), widths[2])), dim=1)
+    sent = rows.index_select(0, exchange.token_S)
+    sent[:, -widths[2] :] = numbers
+    arrived = _to_ranks(sent, exchange, "tokens to experts")
+    x_VH, weights_VK, numbers = arrived.split(widths, dim=1)
     return numbers.contiguous().view(dtype).long(), x_VH, weights_VK
 
 
@@ -292,19 +298,20 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, Tensor, None]:
         plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
         rows_RH, weight_R = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_VH = _to_ranks(grad_NH, plan.exchange, "tokens from experts grads")
+        grad_VH = grad_NH
+        if (exchange := plan.exchange) is not None:
+            grad_SH = grad_NH.index_select(0, exchange.token_S)
+            grad_VH = _to_ranks(grad_SH, exchange, "tokens from experts grads")
         grad_RH = grad_VH.index_select(0, plan.token_R)
         # A product of matrices: sums are wider than bf16, and no product of R x H is stored.
         weight_grad_R = torch.bmm(rows_RH.unsqueeze(1), grad_RH.unsqueeze(2)).flatten()
         return grad_RH.mul_(weight_R.unsqueeze(1)), weight_grad_R, None
 
 
-def _to_ranks(x_NH: Tensor, exchange: Exchange | None, label: str) -> Tensor:
+def _to_ranks(x_SH: Tensor, exchange: Exchange, label: str) -> Tensor:
     """Send tokens to the ranks of their experts, and return those that arrive."""
-    if exchange is None:
-        return x_NH
-    x_SH = x_NH.index_select(0, exchange.token_S)
-    return exchange_rows(x_SH, exchange.received, exchange.sent, group=exchange.group, label=label)
+    received, sent = exchange.received, exchange.sent
+    return exchange_rows(x_SH, received, sent, group=exchange.group, label=label)
 
 
 def _from_ranks(x_VH: Tensor, exchange: Exchange | None, label: str) -> Tensor:

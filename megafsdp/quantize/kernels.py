@@ -40,6 +40,10 @@ Buffer = tuple[int, int]
 Kernels = ModuleType | CudaKernels
 
 
+# torch's operators of no more elements use the calling thread alone.
+_SERIAL_NUMEL = 32768
+
+
 @torch.no_grad()
 def add_maxima(
     coding: TileCoding,
@@ -107,6 +111,17 @@ def encode(
             else _buffer("noise", noise, torch.float32, fragments[0].values.device),
             num_threads=torch.get_num_threads(),
         )
+
+
+def clear_maxima(maxima: torch.Tensor) -> None:
+    """Write zeros, on a CPU in this thread alone.
+
+    Threads of torch's that an operator has woken spin for milliseconds after it, on the cores that
+    those of the kernels need next.
+    """
+    pieces = (maxima,) if maxima.is_cuda else maxima.split(_SERIAL_NUMEL)
+    for piece in pieces:
+        piece.zero_()
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from megafsdp.buffer.comm.collectives import Pending, all_reduce, start_all_redu
 from megafsdp.device.memory import Category, FlatStorage
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
+from megafsdp.quantize.kernels import clear_maxima
 
 # Of one all-reduce of maxima: with more the backend's buffers would grow, with less its latency
 # counts. NVFP4 of 4,000 M elements on a rank has as many.
@@ -67,7 +68,8 @@ def _refresh_together(
     )
     # As bit patterns: every backend takes the largest of integers, while of numbers some lose a
     # NaN. Patterns of magnitudes are ordered as these are, and those of NaN are above all.
-    combined = storage.tensor.zero_()
+    combined = storage.tensor
+    clear_maxima(combined)
     parts = combined.split(sizes)
     for weight, part in zip(every, parts, strict=True):
         weight.add_maxima(part)

@@ -27,6 +27,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.agreement import take_largest, take_largest_together
 from megafsdp.quantize.delayed import NUM_PENDING, DelayedState, roll_together
 from megafsdp.quantize.formats import WeightFormat
+from megafsdp.quantize.kernels import clear_maxima
 from megafsdp.quantize.main_weight import Layout, MainWeight
 from megafsdp.quantize.shard import QuantizedShard
 from megafsdp.quantize.tensor import QuantizedTensor
@@ -188,7 +189,8 @@ def _encode_together(
     every = [encoding for found in by_groups.values() for encoding in found]
     device = every[0].layout.values.device
     num_combined = sum(each.num_combined for each in every)
-    combined = torch.zeros(num_combined, dtype=torch.int32, device=device)
+    combined = torch.empty(num_combined, dtype=torch.int32, device=device)
+    clear_maxima(combined)
     # In one call: Python would dominate the step with some for each parameter.
     sizes = [size for each in every for size in (each.layout.num_maxima, each.num_pending)]
     parts = iter(combined.split(sizes))
