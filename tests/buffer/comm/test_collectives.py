@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from megafsdp.buffer.comm import gloo
 from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.comm.collectives import (
     Pending,
@@ -311,14 +312,22 @@ def test_a_failure_waits_for_the_works_beside_it() -> None:
     assert log == []
 
 
-def test_waits_on_gloo_look_out_first() -> None:
-    """Until a work has ended, or some time has passed; it is waited for all the same."""
-    soon, never, failed = _Work(num_looks=3), _Work(num_looks=math.inf), _Work("late", num_looks=2)
-    Pending([soon, never], is_on_gloo=True).wait()
-    assert soon.num_looks == -1
-    assert [work.num_waits for work in (soon, never)] == [1, 1]
+def test_waits_on_gloo_look_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a work has ended; it is waited for all the same, and its error comes from there."""
+    monkeypatch.setattr(gloo, "_LOOK_OUT_S", math.inf)
+    work, failed = _Work(num_looks=3), _Work("late", num_looks=2)
+    Pending([work], is_on_gloo=True).wait()
+    assert (work.num_looks, work.num_waits) == (-1, 1)
     with pytest.raises(RuntimeError, match="late"):
         Pending([failed], is_on_gloo=True).wait()
+    assert failed.num_looks == -1
+
+
+def test_waits_on_gloo_sleep_in_the_end() -> None:
+    """A work that does not end is waited for in a thread that sleeps."""
+    work = _Work(num_looks=math.inf)
+    Pending([work], is_on_gloo=True).wait()
+    assert work.num_waits == 1
 
 
 def test_waits_of_a_stream_are_not_looked_out_for() -> None:
