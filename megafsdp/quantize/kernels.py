@@ -44,7 +44,6 @@ Kernels = ModuleType | CudaKernels
 _SERIAL_NUMEL = 32768
 
 
-@torch.no_grad()
 def add_maxima(
     coding: TileCoding,
     fragments: Sequence[Fragment],
@@ -71,7 +70,6 @@ def add_maxima(
         )
 
 
-@torch.no_grad()
 def encode(
     coding: TileCoding,
     fragments: Sequence[Fragment],
@@ -119,12 +117,11 @@ def clear_maxima(maxima: torch.Tensor) -> None:
     Threads of torch's that an operator has woken spin for milliseconds after it, on the cores that
     those of the kernels need next.
     """
-    pieces = (maxima,) if maxima.is_cuda else maxima.split(_SERIAL_NUMEL)
-    for piece in pieces:
+    is_whole = maxima.is_cuda or maxima.numel() <= _SERIAL_NUMEL
+    for piece in (maxima,) if is_whole else maxima.split(_SERIAL_NUMEL):
         piece.zero_()
 
 
-@torch.no_grad()
 def fill_tables(
     coding: TileCoding,
     shapes: Sequence[tuple[int, ...]],
@@ -158,7 +155,6 @@ def fill_tables(
         )
 
 
-@torch.no_grad()
 def decode(
     coding: TileCoding,
     codes: torch.Tensor,

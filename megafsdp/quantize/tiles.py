@@ -159,6 +159,7 @@ class TileCoding:
         return self.scaling.table_nbytes(grid.num_matrices, grid.tiles_per_matrix)
 
 
+@torch.no_grad()
 def add_maxima_in_torch(
     coding: TileCoding,
     fragment: Fragment,
@@ -185,6 +186,7 @@ def add_maxima_in_torch(
     maxima.view(-1, grid.tiles_across).scatter_reduce_(0, index, by_row, "amax")
 
 
+@torch.no_grad()
 def fill_table_in_torch(
     coding: TileCoding, shape: tuple[int, ...], maxima: torch.Tensor, table: torch.Tensor
 ) -> None:
@@ -195,6 +197,7 @@ def fill_table_in_torch(
     table[nbytes:].zero_()
 
 
+@torch.no_grad()
 def encode_in_torch(
     coding: TileCoding,
     fragment: Fragment,
@@ -229,6 +232,7 @@ def encode_in_torch(
     codes.copy_(pack(found) if element.codes_per_byte == 2 else found)
 
 
+@torch.no_grad()
 def decode_in_torch(
     coding: TileCoding,
     codes: torch.Tensor,

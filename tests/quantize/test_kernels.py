@@ -180,6 +180,40 @@ def test_values_above_a_given_maximum_have_the_bits_of_the_naive_formula(
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("tile", [None, (8, 32)], ids=str)
+@pytest.mark.parametrize("through", [None, BF16, FP16], ids=str)
+@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=lambda e: e.name)
+def test_one_value_alone_makes_a_row_unusual(
+    level: str, element: Element, through: torch.dtype | None, tile: tuple[int, int] | None
+) -> None:
+    """Beside the border above which codes are clamped, infinite, or NaN whose bits rounding ends."""
+    coding = TileCoding(element, Fp32Scaling(is_power_of_two=False), tile)
+    largest = torch.tensor(element.max_value).view(torch.int32).item()
+    half_step = 1 << (22 - int(element.name[-1]))
+    bits = [largest + half_step * k // 2 + ulp for k in range(5) for ulp in (-1, 0, 1)]
+    bits += [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7F808000, 0x7FC00000, 0x7FFFFFFF]
+    special = torch.tensor(bits, dtype=torch.int32).view(FP32)
+    special = torch.cat((special, -special))
+    # Wider than rows that are encoded one by one; whole groups of rows, and some over.
+    values = randn(8 * special.numel() - 2, 2112).clamp(-element.max_value, element.max_value)
+    for i, value in enumerate(special):
+        values[8 * i + i % 6, 37 * i % 2112] = value
+    fragment = Fragment(values.view(-1), tuple(values.shape), 0)
+    num_tiles = coding.grid(tuple(values.shape)).num_tiles
+    given = torch.full((num_tiles,), largest, dtype=torch.int32)
+    codes = guarded(values.numel() // element.codes_per_byte, torch.uint8)
+    maxima = torch.zeros_like(given)
+    kernels.encode(coding, [fragment], [given], [codes], through)
+    kernels.add_maxima(coding, [fragment], [maxima], through)
+    assert_guard_holds(codes)
+    wanted, wanted_maxima = torch.empty_like(codes), torch.zeros_like(given)
+    with in_torch():
+        kernels.encode(coding, [fragment], [given], [wanted], through)
+        kernels.add_maxima(coding, [fragment], [wanted_maxima], through)
+    assert torch.equal(codes, wanted)
+    assert torch.equal(maxima, wanted_maxima)
+
+
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
 def test_threads_do_not_show(level: str, weight_format: WeightFormat) -> None:
     """One, two, three and more than there is work for give the same bytes."""

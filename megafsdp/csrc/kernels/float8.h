@@ -60,14 +60,27 @@ struct SmallFloat {
   }
 };
 
-// Returns the code of a magnitude and of the sign bit of any number. is_nan replaces it by that of
-// NaN; a magnitude of NaN alone does not.
+// Magnitudes up to this, just below halfway to what would follow the largest value, become its code
+// without being clamped.
+template <typename Element>
+constexpr uint32_t kUnclampedBits =
+    Element::kLargestBits + (1u << (Element::Bits::kShift - 1)) - 1;
+
+// Returns the code of a magnitude up to kUnclampedBits and of the sign bit of any number.
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_usual_parts(uint32_t magnitude, uint32_t sign) {
+  const uint32_t code = Element::Bits::encode_magnitude(magnitude) | (sign & ~kMagnitudeMask);
+  return code >> Element::Bits::kTop;
+}
+
+// As above, of any magnitude. is_nan replaces the code by that of NaN; a magnitude of NaN alone does
+// not.
 template <typename Element>
 MEGAFSDP_INLINE uint32_t encode_parts(uint32_t magnitude, uint32_t sign, bool is_nan) {
   constexpr uint32_t kLargestBits = Element::kLargestBits;
   const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
-  const uint32_t code = Element::Bits::encode_magnitude(clamped) | (sign & ~kMagnitudeMask);
-  return (is_nan ? Element::kNanCode << Element::Bits::kTop : code) >> Element::Bits::kTop;
+  const uint32_t code = encode_usual_parts<Element>(clamped, sign);
+  return is_nan ? Element::kNanCode : code;
 }
 
 // Returns the code of a value.

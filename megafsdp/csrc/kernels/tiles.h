@@ -35,8 +35,9 @@ constexpr int64_t kPanelCols = 4096;
 // Columns of a panel that is cut out of a run: fewer, as one factor is spread over them.
 constexpr int64_t kRunCols = 1024;
 // Rows that are worked on side by side: memory gives more to several readers than to one, and factors
-// are read once for all of them. Rows that are no wider than this are encoded one after the other:
-// their factors stay in the first-level cache, and memory is read in order.
+// are read once for all of them. They lie as far apart as they can, since memory that is near is
+// fetched ahead in order. Rows that are no wider than this are encoded one after the other: their
+// factors stay in the first-level cache.
 constexpr int64_t kRowsAtOnce = 4;
 constexpr int64_t kNarrowCols = 2048;
 // What is read twice must stay in the second-level cache: so many elements.
@@ -52,20 +53,29 @@ MEGAFSDP_INLINE uint32_t any_bits_of(Float16 value) {
   return static_cast<uint32_t>(value.bits) << 16;
 }
 
-// Returns the bits of |value| as a float, rounded to another type first. A NaN may have any that are
-// above infinity's.
-template <typename Through, typename Source>
+// Returns the bits of |value| as a float.
+template <typename Source>
 MEGAFSDP_INLINE uint32_t magnitude_of(Source value) {
+  return bits_of(to_float(value)) & kMagnitudeMask;
+}
+
+// Returns a magnitude rounded to another type. What is not finite becomes any bits from infinity's on.
+template <typename Through>
+MEGAFSDP_INLINE uint32_t round_magnitude(uint32_t bits) {
   if constexpr (std::is_same_v<Through, BFloat16>) {
-    // As FromFloat does, in fewer steps: what is above infinity stays above it.
-    const uint32_t bits = bits_of(value) & kMagnitudeMask;
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
-    return bits > kInfinityBits ? bits : rounded;
+    // As FromFloat does, in fewer steps.
+    return (bits + ((bits & 0x10000) == 0 ? 0x7fff : 0x8000)) & 0xffff0000;
   } else if constexpr (std::is_same_v<Through, Float16>) {
-    return bits_of(to_float(FromFloat<Float16>::convert(value))) & kMagnitudeMask;
+    return bits_of(to_float(FromFloat<Float16>::convert(float_of(bits))));
   } else {
-    return bits_of(to_float(value)) & kMagnitudeMask;
+    return bits;
   }
+}
+
+// As round_magnitude(); NaN keep bits above infinity's.
+template <typename Through>
+MEGAFSDP_INLINE uint32_t round_with_nan(uint32_t bits) {
+  return bits > kInfinityBits ? bits : round_magnitude<Through>(bits);
 }
 
 // Rows of a stack, of a fragment whose buffers begin at begin_row.
@@ -167,28 +177,28 @@ MEGAFSDP_INLINE void visit_tiles_of(const Panel& panel, const uint32_t* of_cols,
 }
 
 // Writes the largest magnitude of each column of a panel.
-template <typename Through, typename Source>
+template <typename Source>
 MEGAFSDP_INLINE void maxima_of_cols(const Source* values, const Panel& panel, uint32_t* of_cols) {
   const auto larger = [](uint32_t a, uint32_t b) __attribute__((always_inline)) {
     return a > b ? a : b;
   };
   for (int64_t i = 0; i < panel.num_cols; ++i) of_cols[i] = 0;
-  int64_t row = 0;
-  for (; row + kRowsAtOnce <= panel.num_rows; row += kRowsAtOnce) {
+  const int64_t num_groups = panel.num_rows / kRowsAtOnce;
+  for (int64_t group = 0; group < num_groups; ++group) {
     const Source* from[kRowsAtOnce];
-    for (int64_t k = 0; k < kRowsAtOnce; ++k) from[k] = values + (row + k) * panel.stride;
+    for (int64_t k = 0; k < kRowsAtOnce; ++k) {
+      from[k] = values + (group + k * num_groups) * panel.stride;
+    }
     for (int64_t i = 0; i < panel.num_cols; ++i) {
-      const uint32_t first = larger(magnitude_of<Through>(from[0][i]),
-                                    magnitude_of<Through>(from[1][i]));
-      const uint32_t last = larger(magnitude_of<Through>(from[2][i]),
-                                   magnitude_of<Through>(from[3][i]));
+      const uint32_t first = larger(magnitude_of(from[0][i]), magnitude_of(from[1][i]));
+      const uint32_t last = larger(magnitude_of(from[2][i]), magnitude_of(from[3][i]));
       of_cols[i] = larger(of_cols[i], larger(first, last));
     }
   }
-  for (; row < panel.num_rows; ++row) {
+  for (int64_t row = num_groups * kRowsAtOnce; row < panel.num_rows; ++row) {
     const Source* const from = values + row * panel.stride;
     for (int64_t i = 0; i < panel.num_cols; ++i) {
-      of_cols[i] = larger(of_cols[i], magnitude_of<Through>(from[i]));
+      of_cols[i] = larger(of_cols[i], magnitude_of(from[i]));
     }
   }
 }
@@ -207,64 +217,87 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
   }
 }
 
-// Returns the code of a value times a factor that is not negative; of a factor that is NaN the code is
-// not right.
-template <typename Element, typename Through, typename Source>
-MEGAFSDP_INLINE uint8_t encode_one(Source value, float factor) {
-  const uint32_t magnitude = magnitude_of<Through>(value);
-  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
-  return static_cast<uint8_t>(
-      encode_parts<Element>(scaled, any_bits_of(value), magnitude >= kInfinityBits));
-}
+// A value as it is encoded: its magnitude, rounded and then multiplied with a factor, any bits with
+// its sign, and whether it or the factor is not finite.
+struct Scaled {
+  uint32_t magnitude;
+  uint32_t sign;
+  bool is_nan;
+};
 
 template <typename Through, typename Source>
-MEGAFSDP_INLINE uint8_t encode_one_stochastically(Source value, float factor, float noise) {
-  const uint32_t magnitude = magnitude_of<Through>(value);
+MEGAFSDP_INLINE Scaled scale(Source value, float factor) {
+  const uint32_t magnitude = round_magnitude<Through>(magnitude_of(value));
   const uint32_t scaled = bits_of(float_of(magnitude) * factor);
-  return static_cast<uint8_t>(E2M1::encode_parts_stochastically(scaled, any_bits_of(value), noise,
-                                                                magnitude >= kInfinityBits));
+  return {scaled, any_bits_of(value), magnitude >= kInfinityBits || scaled > kInfinityBits};
 }
 
-// Writes the codes of some rows side by side, each code in a byte.
+// Writes the codes of a row of any values, each code in a byte; rounded by noise unless it is null.
+template <typename Element, typename Through, typename Source>
+MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const float* factors,
+                                int64_t num_cols, uint8_t* codes) {
+  if constexpr (Element::kCodesPerByte == 2) {
+    if (noise != nullptr) {
+      MEGAFSDP_INDEPENDENT
+      for (int64_t i = 0; i < num_cols; ++i) {
+        const Scaled value = scale<Through>(from[i], factors[i]);
+        codes[i] = static_cast<uint8_t>(Element::encode_parts_stochastically(
+            value.magnitude, value.sign, noise[i], value.is_nan));
+      }
+      return;
+    }
+  }
+  MEGAFSDP_INDEPENDENT
+  for (int64_t i = 0; i < num_cols; ++i) {
+    const Scaled value = scale<Through>(from[i], factors[i]);
+    codes[i] = static_cast<uint8_t>(
+        encode_parts<Element>(value.magnitude, value.sign, value.is_nan));
+  }
+}
+
+// Writes the codes of some rows side by side, each code in a byte, without clamps and choices, which
+// are a third of all operations. Returns the largest scaled magnitude: codes are right if it is at
+// most kUnclampedBits, as it is unless a value is not finite or above the maximum of its tile.
 template <int64_t kRows, typename Element, typename Through, typename Source>
-MEGAFSDP_INLINE void encode_rows(const Source* from, int64_t stride, const float* factors,
-                                 int64_t num_cols, uint8_t* codes, int64_t codes_stride) {
+MEGAFSDP_INLINE uint32_t encode_usual_rows(const Source* from, int64_t stride,
+                                           const float* factors, int64_t num_cols,
+                                           uint8_t* codes, int64_t codes_stride) {
+  uint32_t largest = 0;
   MEGAFSDP_INDEPENDENT
   for (int64_t i = 0; i < num_cols; ++i) {
     for (int64_t k = 0; k < kRows; ++k) {
-      codes[k * codes_stride + i] =
-          encode_one<Element, Through>(from[k * stride + i], factors[i]);
+      const Source value = from[k * stride + i];
+      const uint32_t magnitude = round_magnitude<Through>(magnitude_of(value));
+      const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
+      largest = scaled > largest ? scaled : largest;
+      codes[k * codes_stride + i] = static_cast<uint8_t>(
+          encode_usual_parts<Element>(scaled, any_bits_of(value)));
     }
   }
+  return largest;
 }
 
 // Writes the codes of some rows, of which there are factors.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
-                                  const float* factors, bool has_nan, uint8_t* codes) {
+                                  const float* factors, uint8_t* codes) {
   constexpr bool is_packed = Element::kCodesPerByte == 2;
   uint8_t apart[is_packed ? kRows * kPanelCols : 1];
   uint8_t* const target = is_packed ? apart : codes;
   const int64_t stride = is_packed ? kPanelCols : panel.stride;
-  if (is_packed && noise != nullptr) {
+  if (noise != nullptr ||
+      encode_usual_rows<kRows, Element, Through>(values, panel.stride, factors, panel.num_cols,
+                                                 target, stride) > kUnclampedBits<Element>) {
     for (int64_t k = 0; k < kRows; ++k) {
-      for (int64_t i = 0; i < panel.num_cols; ++i) {
-        const int64_t at = k * panel.stride + i;
-        target[k * stride + i] =
-            encode_one_stochastically<Through>(values[at], factors[i], noise[at]);
-      }
+      encode_row<Element, Through>(values + k * panel.stride,
+                                   noise == nullptr ? nullptr : noise + k * panel.stride, factors,
+                                   panel.num_cols, target + k * stride);
     }
-  } else {
-    encode_rows<kRows, Element, Through>(values, panel.stride, factors, panel.num_cols, target,
-                                         stride);
   }
-  for (int64_t k = 0; k < kRows; ++k) {
-    for (int64_t i = 0; has_nan && i < panel.num_cols; ++i) {
-      if (factors[i] != factors[i]) {
-        target[k * stride + i] = static_cast<uint8_t>(Element::kNanCode);
-      }
+  if constexpr (is_packed) {
+    for (int64_t k = 0; k < kRows; ++k) {
+      pack(target + k * stride, codes + k * panel.stride / 2, panel.num_cols);
     }
-    if (is_packed) pack(target + k * stride, codes + k * panel.stride / 2, panel.num_cols);
   }
 }
 
@@ -274,20 +307,21 @@ MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, cons
                                   const float* of_tiles, uint8_t* codes) {
   float factors[kPanelCols];
   spread(of_tiles, panel, factors);
-  bool has_nan = false;
-  for (int64_t i = 0; i < panel.num_tiles(); ++i) has_nan |= of_tiles[i] != of_tiles[i];
-  const auto group = [&](auto rows, int64_t row) __attribute__((always_inline)) {
+  const auto group = [&](auto rows, const Panel& of, int64_t row) __attribute__((always_inline)) {
     const int64_t offset = row * panel.stride;
     encode_group<decltype(rows)::value, Element, Through>(
-        values + offset, noise == nullptr ? nullptr : noise + offset, panel, factors, has_nan,
+        values + offset, noise == nullptr ? nullptr : noise + offset, of, factors,
         codes + offset / Element::kCodesPerByte);
   };
-  int64_t row = 0;
-  const bool is_wide = panel.stride > kNarrowCols;
-  for (; is_wide && row + kRowsAtOnce <= panel.num_rows; row += kRowsAtOnce) {
-    group(std::integral_constant<int64_t, kRowsAtOnce>{}, row);
+  const int64_t num_groups = panel.stride > kNarrowCols ? panel.num_rows / kRowsAtOnce : 0;
+  Panel apart = panel;
+  apart.stride *= num_groups;
+  for (int64_t row = 0; row < num_groups; ++row) {
+    group(std::integral_constant<int64_t, kRowsAtOnce>{}, apart, row);
   }
-  for (; row < panel.num_rows; ++row) group(std::integral_constant<int64_t, 1>{}, row);
+  for (int64_t row = num_groups * kRowsAtOnce; row < panel.num_rows; ++row) {
+    group(std::integral_constant<int64_t, 1>{}, panel, row);
+  }
 }
 
 // Rounds a product of a code and a factor. Its NaN have no bits in their low halves, so that adding
@@ -332,10 +366,11 @@ struct MaximaJob {
   MEGAFSDP_INLINE void operator()() const {
     for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
       uint32_t of_cols[kPanelCols];
-      maxima_of_cols<Through>(values + panel.offset, panel, of_cols);
+      maxima_of_cols(values + panel.offset, panel, of_cols);
       visit_tiles_of(panel, of_cols,
                      [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
-                       raise(maxima + panel.first_tile + tile, bits);
+                       raise(maxima + panel.first_tile + tile,
+                             round_with_nan<Through>(bits));
                      });
     });
   }
@@ -476,7 +511,7 @@ struct BlockJob {
     int32_t maxima[kPanelCols];
     float of_tiles[kPanelCols];
     for_each_panel(rows, panel_cols, [&](const Panel& panel) __attribute__((always_inline)) {
-      maxima_of_cols<NoRounding>(values + panel.offset, panel, of_cols);
+      maxima_of_cols(values + panel.offset, panel, of_cols);
       visit_tiles_of(panel, of_cols,
                      [&](int64_t tile, uint32_t bits) __attribute__((always_inline)) {
                        maxima[tile] = static_cast<int32_t>(bits);
