@@ -186,7 +186,7 @@ def test_values_above_a_given_maximum_have_the_bits_of_the_naive_formula(
 def test_one_value_alone_makes_a_row_unusual(
     level: str, element: Element, through: torch.dtype | None, tile: tuple[int, int] | None
 ) -> None:
-    """Beside the border above which codes are clamped, infinite, or NaN whose bits rounding ends."""
+    """Beside the border above which codes are clamped, infinite, or a NaN that rounding changes."""
     coding = TileCoding(element, Fp32Scaling(is_power_of_two=False), tile)
     largest = torch.tensor(element.max_value).view(torch.int32).item()
     half_step = 1 << (22 - int(element.name[-1]))
