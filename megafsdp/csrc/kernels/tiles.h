@@ -217,19 +217,24 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
   }
 }
 
-// A value as it is encoded: its magnitude, rounded and then multiplied with a factor, any bits with
-// its sign, and whether it or the factor is not finite.
-struct Scaled {
-  uint32_t magnitude;
-  uint32_t sign;
-  bool is_nan;
-};
+// Whether a value whose magnitude becomes the scaled one has the code of NaN: it is not finite, or its
+// factor is NaN. One comparison of a choice is vectorised, where two with an "or" are not.
+MEGAFSDP_INLINE bool gives_nan(uint32_t magnitude, uint32_t scaled) {
+  const uint32_t broken = scaled > kInfinityBits ? scaled : magnitude;
+  return broken >= kInfinityBits;
+}
 
-template <typename Through, typename Source>
-MEGAFSDP_INLINE Scaled scale(Source value, float factor) {
-  const uint32_t magnitude = round_magnitude<Through>(magnitude_of(value));
-  const uint32_t scaled = bits_of(float_of(magnitude) * factor);
-  return {scaled, any_bits_of(value), magnitude >= kInfinityBits || scaled > kInfinityBits};
+// Calls encode(i, scaled magnitude, any bits with the value's sign, whether it gives NaN) for a row of
+// any values.
+template <typename Through, typename Source, typename Encode>
+MEGAFSDP_INLINE void for_each_scaled(const Source* from, const float* factors, int64_t num_cols,
+                                     const Encode& encode) {
+  MEGAFSDP_INDEPENDENT
+  for (int64_t i = 0; i < num_cols; ++i) {
+    const uint32_t magnitude = round_magnitude<Through>(magnitude_of(from[i]));
+    const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
+    encode(i, scaled, any_bits_of(from[i]), gives_nan(magnitude, scaled));
+  }
 }
 
 // Writes the codes of a row of any values, each code in a byte; rounded by noise unless it is null.
@@ -238,21 +243,19 @@ MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const fl
                                 int64_t num_cols, uint8_t* codes) {
   if constexpr (Element::kCodesPerByte == 2) {
     if (noise != nullptr) {
-      MEGAFSDP_INDEPENDENT
-      for (int64_t i = 0; i < num_cols; ++i) {
-        const Scaled value = scale<Through>(from[i], factors[i]);
-        codes[i] = static_cast<uint8_t>(Element::encode_parts_stochastically(
-            value.magnitude, value.sign, noise[i], value.is_nan));
-      }
-      return;
+      return for_each_scaled<Through>(
+          from, factors, num_cols,
+          [&](int64_t i, uint32_t scaled, uint32_t sign, bool is_nan) __attribute__((always_inline)) {
+            codes[i] = static_cast<uint8_t>(
+                Element::encode_parts_stochastically(scaled, sign, noise[i], is_nan));
+          });
     }
   }
-  MEGAFSDP_INDEPENDENT
-  for (int64_t i = 0; i < num_cols; ++i) {
-    const Scaled value = scale<Through>(from[i], factors[i]);
-    codes[i] = static_cast<uint8_t>(
-        encode_parts<Element>(value.magnitude, value.sign, value.is_nan));
-  }
+  for_each_scaled<Through>(
+      from, factors, num_cols,
+      [&](int64_t i, uint32_t scaled, uint32_t sign, bool is_nan) __attribute__((always_inline)) {
+        codes[i] = static_cast<uint8_t>(encode_parts<Element>(scaled, sign, is_nan));
+      });
 }
 
 // Writes the codes of some rows side by side, each code in a byte, without clamps and choices, which
@@ -282,21 +285,26 @@ template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
                                   const float* factors, uint8_t* codes) {
   constexpr bool is_packed = Element::kCodesPerByte == 2;
-  uint8_t apart[is_packed ? kRows * kPanelCols : 1];
-  uint8_t* const target = is_packed ? apart : codes;
-  const int64_t stride = is_packed ? kPanelCols : panel.stride;
-  if (noise != nullptr ||
-      encode_usual_rows<kRows, Element, Through>(values, panel.stride, factors, panel.num_cols,
-                                                 target, stride) > kUnclampedBits<Element>) {
-    for (int64_t k = 0; k < kRows; ++k) {
-      encode_row<Element, Through>(values + k * panel.stride,
-                                   noise == nullptr ? nullptr : noise + k * panel.stride, factors,
-                                   panel.num_cols, target + k * stride);
+  uint8_t apart[is_packed ? kRows * kRunCols : 1];
+  for (int64_t col = 0; col < panel.num_cols; col += kRunCols) {
+    const int64_t left = panel.num_cols - col;
+    const int64_t num_cols = left < kRunCols ? left : kRunCols;
+    uint8_t* const target = is_packed ? apart : codes + col;
+    const int64_t stride = is_packed ? kRunCols : panel.stride;
+    if (noise != nullptr ||
+        encode_usual_rows<kRows, Element, Through>(values + col, panel.stride, factors + col,
+                                                   num_cols, target, stride) >
+            kUnclampedBits<Element>) {
+      for (int64_t k = 0; k < kRows; ++k) {
+        const int64_t offset = k * panel.stride + col;
+        encode_row<Element, Through>(values + offset, noise == nullptr ? nullptr : noise + offset,
+                                     factors + col, num_cols, target + k * stride);
+      }
     }
-  }
-  if constexpr (is_packed) {
-    for (int64_t k = 0; k < kRows; ++k) {
-      pack(target + k * stride, codes + k * panel.stride / 2, panel.num_cols);
+    if constexpr (is_packed) {
+      for (int64_t k = 0; k < kRows; ++k) {
+        pack(target + k * stride, codes + (k * panel.stride + col) / 2, num_cols);
+      }
     }
   }
 }
