@@ -1,4 +1,4 @@
-"""Fixtures of tests of native kernels; a folder's conftest.py imports the ones that it uses."""
+"""Fixtures and marks of tests of native kernels; a folder's conftest.py imports its fixtures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megafsdp._native import native_module
+
+compiled = pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
 
 
 def _levels() -> list[str]:

@@ -24,10 +24,11 @@ from benchmarks.__main__ import main
 from benchmarks.gpt_step import Shape, build
 from benchmarks.launch import launch
 from benchmarks.record import CheckError
-from megafsdp._native import cuda_module, native_module
+from megafsdp._native import cuda_module
 from megafsdp.models import build_model, presets
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.quantize.recipes import recipe_of
+from tests.native import compiled
 
 SHAPE = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "32"]
 THIN = ["scale", "--layers", "2", "--hidden", "16", "--repeats", "1"]
@@ -354,7 +355,7 @@ def test_signals_are_abnormal_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert results["exit_codes"]["left open"] == {"0": 1, "-6": 1}
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.matrix("benchmarks")
 def test_adam_is_timed_against_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -379,7 +380,7 @@ def test_adam_is_timed_against_torch(
     assert "ours over theirs" not in capsys.readouterr().out
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.matrix("benchmarks")
 def test_quantization_is_timed_against_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

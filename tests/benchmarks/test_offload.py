@@ -24,7 +24,7 @@ from benchmarks.offload_sides import (
 )
 from benchmarks.record import CheckError
 from benchmarks.simulated_device import SimulatedDevice
-from megafsdp._native import native_module
+from tests.native import compiled
 from tests.ranks import Ranks
 
 
@@ -154,7 +154,7 @@ def test_sides_of_a_real_device_train_alike_on_a_cpu(ranks: Ranks) -> None:
     assert "exposed_ms" not in found[offload_cuda.FSDP2]
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.matrix("benchmarks")
 def test_offload_is_timed_on_a_simulated_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

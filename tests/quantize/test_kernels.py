@@ -22,6 +22,7 @@ from megafsdp.quantize.formats import WeightFormat
 from megafsdp.quantize.input_formats import InputFormat, QuantizedInput
 from megafsdp.quantize.scales import Fp32Scaling
 from megafsdp.quantize.tiles import Fragment, TileCoding
+from tests.native import compiled
 from tests.quantize.quantized import (
     BY_NAME,
     FORMATS,
@@ -48,7 +49,6 @@ INPUTS = [
 ]
 # Beyond what one thread takes, and no multiple of its ranges.
 BIG_SHAPE = (736, 160)
-compiled = pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
 
 
 @contextlib.contextmanager

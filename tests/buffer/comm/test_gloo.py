@@ -8,6 +8,7 @@ import torch
 
 from megafsdp._native import native_module
 from megafsdp.buffer.comm.gloo import sum_shards
+from tests.native import compiled
 
 pytestmark = pytest.mark.native
 
@@ -169,7 +170,7 @@ def test_wrong_tensors_are_named(
         sum_shards(shards, out)
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 def test_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """MEGAFSDP_SIMD must name a level that the processor has."""
     monkeypatch.setenv("MEGAFSDP_SIMD", "avx1024")
@@ -177,7 +178,7 @@ def test_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         sum_shards([torch.zeros(4)], torch.zeros(4))
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("shards", []), ("shards", [0]), ("out", 3), ("numel", 0), ("out_dtype", "int8")],

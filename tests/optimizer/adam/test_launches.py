@@ -12,6 +12,7 @@ from megafsdp import FusedAdam, MixedPrecisionPolicy
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.grads.norms import total_norm
 from tests.fsdp.toy import Net, batches, mine, shard
+from tests.native import compiled
 from tests.optimizer.kernels.emulated_cuda import emulated_cuda
 from tests.optimizer.offload.host_reads import NoHostReads
 from tests.ranks import Ranks
@@ -76,6 +77,7 @@ def _norm(library: Path) -> list[tuple[str, int]]:
     return module.launches
 
 
+@compiled
 def test_the_squares_of_all_buffers_are_one_launch(ranks: Ranks, emulation: Path) -> None:
     """The norm has the bits of buffers that are summed one by one."""
     assert ranks(2).run(_norm, emulation) == [[("sums_of_squares", _NUM_UNITS)]] * 2

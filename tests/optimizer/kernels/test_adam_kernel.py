@@ -21,6 +21,7 @@ from megafsdp.optimizer.kernels import adam_kernel as kernels
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamSegment, adam_step
 from megafsdp.optimizer.kernels.hyper import AdamConstants, AdamHyper
 from megafsdp.optimizer.kernels.square_sum import sum_of_squares
+from tests.native import compiled
 from tests.optimizer.adam.flat_buffers import (
     BF16,
     FP16,
@@ -139,7 +140,7 @@ def _forks() -> None:
     assert torch.equal(step(), wanted)
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 def test_a_forked_child_has_threads_of_its_own(ranks: Ranks) -> None:
     """Those that wait in the parent are not there: the child starts one, and steps the same."""
     ranks(1).run(_forks)
@@ -169,6 +170,7 @@ def _cores_of_workers(cores: set[int]) -> list[set[int]]:
     return found
 
 
+@compiled
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores of threads: Linux")
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_workers_keep_off_the_core_of_the_caller(ranks: Ranks, num_cores: int) -> None:
@@ -379,7 +381,7 @@ def test_wrong_calls_are_refused(
     assert_same_bits(buffers, before)
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -442,7 +444,7 @@ def _calls_of_all_kernels(
     return calls, tensors
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.parametrize("name", ["adam_step", "sum_of_squares", "sum_shards"])
 def test_kernels_let_other_python_threads_run(name: str) -> None:
     """A thread that waits for the interpreter's lock gets it from a call, and from nothing else."""

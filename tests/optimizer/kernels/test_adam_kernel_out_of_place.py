@@ -12,6 +12,7 @@ import torch
 from megafsdp._native import native_module
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamSegment, adam_step
 from megafsdp.optimizer.kernels.hyper import AdamHyper
+from tests.native import compiled
 from tests.optimizer.adam.flat_buffers import (
     ALIGNED_GUARD,
     BF16,
@@ -249,7 +250,7 @@ def test_a_step_out_of_place_is_for_cpus() -> None:
         AdamBuffers(**elsewhere)
 
 
-@pytest.mark.skipif(native_module() is None, reason="native kernels are off or not built")
+@compiled
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
