@@ -341,9 +341,9 @@ def _module_for(tensor: torch.Tensor) -> Kernels | None:
     # Subclasses have no memory of their own that an address could name.
     if type(tensor) is not torch.Tensor:
         return None
-    if tensor.device.type == "cuda":
+    if tensor.is_cuda:
         return kernels_on(tensor.device)
-    return native_module() if tensor.device.type == "cpu" else None
+    return native_module() if tensor.is_cpu else None
 
 
 def _batches(

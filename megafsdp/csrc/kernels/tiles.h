@@ -218,10 +218,10 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
 }
 
 // Whether a value whose magnitude becomes the scaled one has the code of NaN: it is not finite, or its
-// factor is NaN. One comparison of a choice is vectorised, where two with an "or" are not.
+// factor is NaN.
 MEGAFSDP_INLINE bool gives_nan(uint32_t magnitude, uint32_t scaled) {
-  const uint32_t broken = scaled > kInfinityBits ? scaled : magnitude;
-  return broken >= kInfinityBits;
+  const uint32_t of_value = magnitude >= kInfinityBits, of_factor = scaled > kInfinityBits;
+  return (of_value | of_factor) != 0;
 }
 
 // Calls encode(i, scaled magnitude, any bits with the value's sign, whether it gives NaN) for a row of
