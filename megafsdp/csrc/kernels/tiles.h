@@ -218,7 +218,7 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
 }
 
 // Whether a value whose magnitude becomes the scaled one has the code of NaN: it is not finite, or its
-// factor is NaN.
+// factor is NaN. A "||" of two comparisons would keep loops from being vectorised.
 MEGAFSDP_INLINE bool gives_nan(uint32_t magnitude, uint32_t scaled) {
   const uint32_t of_value = magnitude >= kInfinityBits, of_factor = scaled > kInfinityBits;
   return (of_value | of_factor) != 0;
