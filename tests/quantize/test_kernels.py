@@ -194,7 +194,7 @@ def test_one_value_alone_makes_a_row_unusual(
     bits += [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7F808000, 0x7FC00000, 0x7FFFFFFF]
     special = torch.tensor(bits, dtype=torch.int32).view(FP32)
     special = torch.cat((special, -special))
-    # Wider than rows that are encoded one by one; whole groups of rows, and some over.
+    # Whole groups of rows, and some over.
     values = randn(8 * special.numel() - 2, 2112).clamp(-element.max_value, element.max_value)
     for i, value in enumerate(special):
         values[8 * i + i % 6, 37 * i % 2112] = value

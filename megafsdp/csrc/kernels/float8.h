@@ -20,6 +20,7 @@ constexpr uint32_t kNanBits = 0x7fc00000;
 // An exponent of kExponent bits and a mantissa of kMantissa, with subnormal values.
 template <int kExponent, int kMantissa>
 struct SmallFloat {
+  static constexpr int kExponentBits = kExponent, kMantissaBits = kMantissa;
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr uint32_t kSignBit = 1u << (kExponent + kMantissa);
@@ -60,27 +61,14 @@ struct SmallFloat {
   }
 };
 
-// Magnitudes up to this, just below halfway to what would follow the largest value, become its code
-// without being clamped.
-template <typename Element>
-constexpr uint32_t kUnclampedBits =
-    Element::kLargestBits + (1u << (Element::Bits::kShift - 1)) - 1;
-
-// Returns the code of a magnitude up to kUnclampedBits and of the sign bit of any number.
-template <typename Element>
-MEGAFSDP_INLINE uint32_t encode_usual_parts(uint32_t magnitude, uint32_t sign) {
-  const uint32_t code = Element::Bits::encode_magnitude(magnitude) | (sign & ~kMagnitudeMask);
-  return code >> Element::Bits::kTop;
-}
-
-// As above, of any magnitude. is_nan replaces the code by that of NaN; a magnitude of NaN alone does
-// not.
+// Returns the code of a magnitude and of the sign bit of any number. is_nan replaces the code by
+// that of NaN; a magnitude of NaN alone does not.
 template <typename Element>
 MEGAFSDP_INLINE uint32_t encode_parts(uint32_t magnitude, uint32_t sign, bool is_nan) {
   constexpr uint32_t kLargestBits = Element::kLargestBits;
   const uint32_t clamped = magnitude > kLargestBits ? kLargestBits : magnitude;
-  const uint32_t code = encode_usual_parts<Element>(clamped, sign);
-  return is_nan ? Element::kNanCode : code;
+  const uint32_t code = Element::Bits::encode_magnitude(clamped) | (sign & ~kMagnitudeMask);
+  return is_nan ? Element::kNanCode : code >> Element::Bits::kTop;
 }
 
 // Returns the code of a value.

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "encode_vectors.h"
 #include "float16.h"
 #include "float4.h"
 #include "float8.h"
@@ -36,10 +37,8 @@ constexpr int64_t kPanelCols = 4096;
 constexpr int64_t kRunCols = 1024;
 // Rows that are worked on side by side: memory gives more to several readers than to one, and factors
 // are read once for all of them. They lie as far apart as they can, since memory that is near is
-// fetched ahead in order. Rows that are no wider than this are encoded one after the other: their
-// factors stay in the first-level cache.
+// fetched ahead in order.
 constexpr int64_t kRowsAtOnce = 4;
-constexpr int64_t kNarrowCols = 2048;
 // What is read twice must stay in the second-level cache: so many elements.
 constexpr int64_t kCachedNumel = 1 << 16;
 
@@ -203,17 +202,28 @@ MEGAFSDP_INLINE void maxima_of_cols(const Source* values, const Panel& panel, ui
   }
 }
 
-// Writes the factor of each column's tile.
-MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of_cols) {
-  if (panel.tile_cols == 1) {
-    for (int64_t i = 0; i < panel.num_tiles(); ++i) of_cols[i] = of_tiles[i];
-    return;
+// Writes the factor of each column's tile, tiles being kWidth wide, or width if kWidth is 0.
+template <int64_t kWidth>
+MEGAFSDP_INLINE void spread_tiles(const float* of_tiles, int64_t num_cols, int64_t width,
+                                  float* of_cols) {
+  const int64_t cols = kWidth == 0 ? width : kWidth;
+  int64_t tile = 0;
+  for (; (tile + 1) * cols <= num_cols; ++tile) {
+    for (int64_t i = 0; i < cols; ++i) of_cols[tile * cols + i] = of_tiles[tile];
   }
-  for (int64_t tile = 0; tile < panel.num_tiles(); ++tile) {
-    const int64_t col = tile * panel.tile_cols, left = panel.num_cols - col;
-    const int64_t count = left < panel.tile_cols ? left : panel.tile_cols;
-    const float factor = of_tiles[tile];
-    for (int64_t i = 0; i < count; ++i) of_cols[col + i] = factor;
+  for (int64_t i = tile * cols; i < num_cols; ++i) of_cols[i] = of_tiles[tile];
+}
+
+MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of_cols) {
+  switch (panel.tile_cols) {
+    case 1:
+      return spread_tiles<1>(of_tiles, panel.num_cols, 1, of_cols);
+    case 16:
+      return spread_tiles<16>(of_tiles, panel.num_cols, 16, of_cols);
+    case 32:
+      return spread_tiles<32>(of_tiles, panel.num_cols, 32, of_cols);
+    default:
+      return spread_tiles<0>(of_tiles, panel.num_cols, panel.tile_cols, of_cols);
   }
 }
 
@@ -258,53 +268,26 @@ MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const fl
       });
 }
 
-// Writes the codes of some rows side by side, each code in a byte, without clamps and choices, which
-// are a third of all operations. Returns the largest scaled magnitude: codes are right if it is at
-// most kUnclampedBits, as it is unless a value is not finite or above the maximum of its tile.
-template <int64_t kRows, typename Element, typename Through, typename Source>
-MEGAFSDP_INLINE uint32_t encode_usual_rows(const Source* from, int64_t stride,
-                                           const float* factors, int64_t num_cols,
-                                           uint8_t* codes, int64_t codes_stride) {
-  uint32_t largest = 0;
-  MEGAFSDP_INDEPENDENT
-  for (int64_t i = 0; i < num_cols; ++i) {
-    for (int64_t k = 0; k < kRows; ++k) {
-      const Source value = from[k * stride + i];
-      const uint32_t magnitude = round_magnitude<Through>(magnitude_of(value));
-      const uint32_t scaled = bits_of(float_of(magnitude) * factors[i]);
-      largest = scaled > largest ? scaled : largest;
-      codes[k * codes_stride + i] = static_cast<uint8_t>(
-          encode_usual_parts<Element>(scaled, any_bits_of(value)));
-    }
-  }
-  return largest;
-}
-
 // Writes the codes of some rows, of which there are factors.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
-                                  const float* factors, uint8_t* codes) {
+                                  const float* factors, uint8_t* codes, Simd level) {
   constexpr bool is_packed = Element::kCodesPerByte == 2;
-  uint8_t apart[is_packed ? kRows * kRunCols : 1];
+  uint8_t apart[is_packed ? kRunCols : 1];
   for (int64_t col = 0; col < panel.num_cols; col += kRunCols) {
-    const int64_t left = panel.num_cols - col;
-    const int64_t num_cols = left < kRunCols ? left : kRunCols;
-    uint8_t* const target = is_packed ? apart : codes + col;
-    const int64_t stride = is_packed ? kRunCols : panel.stride;
-    if (noise != nullptr ||
-        encode_usual_rows<kRows, Element, Through>(values + col, panel.stride, factors + col,
-                                                   num_cols, target, stride) >
-            kUnclampedBits<Element>) {
-      for (int64_t k = 0; k < kRows; ++k) {
-        const int64_t offset = k * panel.stride + col;
-        encode_row<Element, Through>(values + offset, noise == nullptr ? nullptr : noise + offset,
-                                     factors + col, num_cols, target + k * stride);
-      }
-    }
-    if constexpr (is_packed) {
-      for (int64_t k = 0; k < kRows; ++k) {
-        pack(target + k * stride, codes + (k * panel.stride + col) / 2, num_cols);
-      }
+    const int64_t end = panel.num_cols - col < kRunCols ? panel.num_cols : col + kRunCols;
+    const int64_t whole = noise == nullptr ? (end - col) / kVectorCols * kVectorCols : 0;
+    const bool is_done =
+        encode_vectors<kRows, Element, Through>(level, values + col, panel.stride, factors + col,
+                                                whole, codes + col / Element::kCodesPerByte);
+    const int64_t first = is_done ? col + whole : col, num_cols = end - first;
+    if (num_cols == 0) continue;
+    for (int64_t row = 0; row < kRows; ++row) {
+      const int64_t offset = row * panel.stride + first;
+      uint8_t* const to = codes + offset / Element::kCodesPerByte;
+      encode_row<Element, Through>(values + offset, noise == nullptr ? nullptr : noise + offset,
+                                   factors + first, num_cols, is_packed ? apart : to);
+      if constexpr (is_packed) pack(apart, to, num_cols);
     }
   }
 }
@@ -312,16 +295,16 @@ MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, cons
 // Writes the codes of a panel's rows.
 template <typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, const Panel& panel,
-                                  const float* of_tiles, uint8_t* codes) {
+                                  const float* of_tiles, uint8_t* codes, Simd level) {
   float factors[kPanelCols];
   spread(of_tiles, panel, factors);
   const auto group = [&](auto rows, const Panel& of, int64_t row) __attribute__((always_inline)) {
     const int64_t offset = row * panel.stride;
     encode_group<decltype(rows)::value, Element, Through>(
         values + offset, noise == nullptr ? nullptr : noise + offset, of, factors,
-        codes + offset / Element::kCodesPerByte);
+        codes + offset / Element::kCodesPerByte, level);
   };
-  const int64_t num_groups = panel.stride > kNarrowCols ? panel.num_rows / kRowsAtOnce : 0;
+  const int64_t num_groups = panel.num_rows / kRowsAtOnce;
   Panel apart = panel;
   apart.stride *= num_groups;
   for (int64_t row = 0; row < num_groups; ++row) {
@@ -469,7 +452,8 @@ struct EncodeJob {
                                               of_matrix, scaling, of_tiles});
       encode_panel<Element, Through>(values + panel.offset,
                                      noise == nullptr ? nullptr : noise + panel.offset, panel,
-                                     of_tiles, codes + panel.offset / Element::kCodesPerByte);
+                                     of_tiles, codes + panel.offset / Element::kCodesPerByte,
+                                     level);
     });
   }
 };
@@ -529,7 +513,7 @@ struct BlockJob {
       run_at(level, EntriesJob<Element>{maxima, num_tiles, 0.0f, scaling,
                                         entries + panel.first_tile * entry_nbytes});
       encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_tiles,
-                                        codes + panel.offset / Element::kCodesPerByte);
+                                        codes + panel.offset / Element::kCodesPerByte, level);
     });
   }
 };
