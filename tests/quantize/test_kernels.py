@@ -228,6 +228,30 @@ def test_threads_do_not_show(level: str, weight_format: WeightFormat) -> None:
             assert torch.equal(found, decoded)
 
 
+@pytest.mark.parametrize("element", [E4M3, E2M1], ids=lambda e: e.name)
+def test_codes_beyond_the_caches_equal_those_within(level: str, element: Element) -> None:
+    """A matrix too large for any cache takes the other kind of store, where lines allow it."""
+    coding = TileCoding(element, Fp32Scaling(is_power_of_two=False), (32, 32))
+    shape, numel = (2049, 4096), 2049 * 4096
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    maxima = torch.zeros(coding.grid(shape).num_tiles, dtype=torch.int32)
+    kernels.add_maxima(coding, [Fragment(values, shape, 0)], [maxima], None)
+    num_codes = numel // element.codes_per_byte
+    wanted, found = (torch.zeros(num_codes + 64, dtype=torch.uint8) for _ in range(2))
+    for first_row, end_row in ((0, 1024), (1024, 2049)):
+        start, end = first_row * shape[1], end_row * shape[1]
+        codes = wanted[start // element.codes_per_byte : end // element.codes_per_byte]
+        kernels.encode(
+            coding, [Fragment(values[start:end], shape, first_row)], [maxima], [codes], None
+        )
+    for offset in (0, 1, 64):
+        found.zero_()
+        codes = found[offset : offset + num_codes]
+        kernels.encode(coding, [Fragment(values, shape, 0)], [maxima], [codes], None)
+        assert torch.equal(codes, wanted[:num_codes])
+        assert not found[:offset].any() and not found[offset + num_codes :].any()
+
+
 def _same_input(left: QuantizedInput, right: QuantizedInput) -> bool:
     return torch.equal(left.codes, right.codes) and torch.equal(left.scales, right.scales)
 

@@ -22,6 +22,7 @@
 #include "float16.h"
 #include "float8.h"
 #include "simd.h"
+#include "stream.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -87,7 +88,7 @@ MEGAFSDP_AVX2 MEGAFSDP_INLINE __m256 round_avx2(__m256 value) {
 // Of sums without signs, which are added to the codes.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float* factors,
-                               int64_t num_cols, uint8_t* codes) {
+                               int64_t num_cols, uint8_t* codes, bool streams) {
   using Code = VectorCode<Element>;
   const __m256 raise = float_of_avx2(kFloatOneBits + Code::kRaise);
   const __m256 magnitude_bits = float_of_avx2(kMagnitudeMask);
@@ -134,6 +135,8 @@ MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float
         const __m256i halves = _mm256_packus_epi16(joined, joined);
         const __m256i whole = _mm256_permute4x64_epi64(halves, 0b1000);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(whole));
+      } else if (streams) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bytes);
       } else {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
       }
@@ -193,7 +196,7 @@ MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 power_avx512(__m512 x, __m512 value) {
 // Of sums with signs.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const float* factors,
-                                   int64_t num_cols, uint8_t* codes) {
+                                   int64_t num_cols, uint8_t* codes, bool streams) {
   using Code = VectorCode<Element>;
   // Of three operands, bit by bit.
   constexpr int kAOrBUnlikeC = 0xf6, kBWhereCElseA = 0xd8;
@@ -237,7 +240,13 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
       if constexpr (Element::kCodesPerByte == 2) {
         const __m512i joined = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(kJoin));
         const __m256i halves = _mm512_maskz_cvtepi16_epi8(kAll32, joined);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+        if (streams) {
+          _mm256_stream_si256(reinterpret_cast<__m256i*>(to), halves);
+        } else {
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+        }
+      } else if (streams) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bytes);
       } else {
         _mm512_storeu_si512(to, bytes);
       }
@@ -255,16 +264,21 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
 
 // Writes the codes of some rows, of kVectorCols columns or a multiple, and returns true; or returns
 // false if codes may be wrong, since a value is unusual or the level or the type has no vectors.
+// Streams codes where rows of them begin with a line, if asked to; who asks must fence.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 bool encode_vectors(Simd level, const Source* values, int64_t stride, const float* factors,
-                    int64_t num_cols, uint8_t* codes) {
+                    int64_t num_cols, uint8_t* codes, bool streams) {
 #if defined(__x86_64__)
   if constexpr (!std::is_same_v<Source, Float16> && !std::is_same_v<Through, Float16>) {
+    streams = streams && begins(codes, kLineNbytes) &&
+              stride % (kLineNbytes * Element::kCodesPerByte) == 0;
     if (level == Simd::kAvx512) {
-      return encode_avx512<kRows, Element, Through>(values, stride, factors, num_cols, codes);
+      return encode_avx512<kRows, Element, Through>(values, stride, factors, num_cols, codes,
+                                                    streams);
     }
     if (level == Simd::kAvx2) {
-      return encode_avx2<kRows, Element, Through>(values, stride, factors, num_cols, codes);
+      return encode_avx2<kRows, Element, Through>(values, stride, factors, num_cols, codes,
+                                                  streams);
     }
   }
 #endif

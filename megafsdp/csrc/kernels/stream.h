@@ -12,6 +12,9 @@
 
 #include "simd.h"
 
+#if defined(__linux__)
+#include <unistd.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -19,6 +22,17 @@
 namespace megafsdp {
 
 constexpr int64_t kLineNbytes = 64;
+
+// Buffers beyond this are streamed: the last cache, or what of a large one is near one core. What is
+// written below it is likely to be read from the cache that streaming would bypass.
+inline int64_t cached_nbytes() {
+  constexpr int64_t kMost = int64_t{32} << 20;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const int64_t nbytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (nbytes > 0 && nbytes < kMost) return nbytes;
+#endif
+  return kMost;
+}
 
 #if defined(__x86_64__)
 

@@ -268,18 +268,26 @@ MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const fl
       });
 }
 
+// How codes are written.
+struct EncodeMode {
+  Simd level;
+  // Whether past the caches, where it can be.
+  bool streams;
+};
+
 // Writes the codes of some rows, of which there are factors.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
-                                  const float* factors, uint8_t* codes, Simd level) {
+                                  const float* factors, uint8_t* codes, EncodeMode mode) {
   constexpr bool is_packed = Element::kCodesPerByte == 2;
   uint8_t apart[is_packed ? kRunCols : 1];
   for (int64_t col = 0; col < panel.num_cols; col += kRunCols) {
     const int64_t end = panel.num_cols - col < kRunCols ? panel.num_cols : col + kRunCols;
     const int64_t whole = noise == nullptr ? (end - col) / kVectorCols * kVectorCols : 0;
     const bool is_done =
-        encode_vectors<kRows, Element, Through>(level, values + col, panel.stride, factors + col,
-                                                whole, codes + col / Element::kCodesPerByte);
+        encode_vectors<kRows, Element, Through>(mode.level, values + col, panel.stride,
+                                                factors + col, whole,
+                                                codes + col / Element::kCodesPerByte, mode.streams);
     const int64_t first = is_done ? col + whole : col, num_cols = end - first;
     if (num_cols == 0) continue;
     for (int64_t row = 0; row < kRows; ++row) {
@@ -295,14 +303,14 @@ MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, cons
 // Writes the codes of a panel's rows.
 template <typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, const Panel& panel,
-                                  const float* of_tiles, uint8_t* codes, Simd level) {
+                                  const float* of_tiles, uint8_t* codes, EncodeMode mode) {
   float factors[kPanelCols];
   spread(of_tiles, panel, factors);
   const auto group = [&](auto rows, const Panel& of, int64_t row) __attribute__((always_inline)) {
     const int64_t offset = row * panel.stride;
     encode_group<decltype(rows)::value, Element, Through>(
         values + offset, noise == nullptr ? nullptr : noise + offset, of, factors,
-        codes + offset / Element::kCodesPerByte, level);
+        codes + offset / Element::kCodesPerByte, mode);
   };
   const int64_t num_groups = panel.num_rows / kRowsAtOnce;
   Panel apart = panel;
@@ -442,19 +450,20 @@ struct EncodeJob {
   const float* of_matrices;
   ScalingKind scaling;
   uint8_t* codes;
-  Simd level;
+  EncodeMode mode;
 
   MEGAFSDP_INLINE void operator()() const {
     float of_tiles[kPanelCols];
     for_each_panel(rows, kPanelCols, [&](const Panel& panel) __attribute__((always_inline)) {
       const float of_matrix = of_matrices == nullptr ? 0.0f : of_matrices[panel.matrix];
-      run_at(level, EncodeFactorsJob<Element>{maxima + panel.first_tile, panel.num_tiles(),
-                                              of_matrix, scaling, of_tiles});
+      run_at(mode.level, EncodeFactorsJob<Element>{maxima + panel.first_tile, panel.num_tiles(),
+                                                   of_matrix, scaling, of_tiles});
       encode_panel<Element, Through>(values + panel.offset,
                                      noise == nullptr ? nullptr : noise + panel.offset, panel,
                                      of_tiles, codes + panel.offset / Element::kCodesPerByte,
-                                     level);
+                                     mode);
     });
+    if (mode.streams) fence_streams();
   }
 };
 
@@ -513,7 +522,8 @@ struct BlockJob {
       run_at(level, EntriesJob<Element>{maxima, num_tiles, 0.0f, scaling,
                                         entries + panel.first_tile * entry_nbytes});
       encode_panel<Element, NoRounding>(values + panel.offset, nullptr, panel, of_tiles,
-                                        codes + panel.offset / Element::kCodesPerByte, level);
+                                        codes + panel.offset / Element::kCodesPerByte,
+                                        {level, false});
     });
   }
 };

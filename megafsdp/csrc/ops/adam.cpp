@@ -1,11 +1,8 @@
 #include "adam.h"
 
-#if defined(__linux__)
-#include <unistd.h>
-#endif
-
 #include "../kernels/adam.h"
 #include "../kernels/square_sum.h"
+#include "../kernels/stream.h"
 #include "../kernels/threads.h"
 #include "dtypes.h"
 
@@ -14,16 +11,6 @@ namespace {
 
 // Cuts between threads keep to whole cache lines of every element type.
 constexpr int64_t kGrainNumel = 1024;
-
-// Buffers beyond this are streamed: the last cache, or what of a large one is near one core.
-int64_t cached_nbytes() {
-  constexpr int64_t kMost = int64_t{32} << 20;
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  const int64_t nbytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (nbytes > 0 && nbytes < kMost) return nbytes;
-#endif
-  return kMost;
-}
 
 // Asking for lines beforehand made a prototype faster on an Intel Xeon, and slows this kernel on an
 // AMD Zen 4, whose own prefetchers follow all streams (docs/log.md).
@@ -45,10 +32,8 @@ int64_t touched_nbytes(const AdamBuffers& job, int64_t numel) {
 
 void run_adam(const AdamArguments& arguments, int64_t num_threads, Simd level) {
   AdamBuffers job = buffers_of(arguments);
-  // Below this, what is written is likely to be read from the cache that streaming would bypass.
-  static const int64_t cache_nbytes = cached_nbytes();
   const bool writes_elsewhere = job.copy_out_dtype != Dtype::kNone || job.new_weight != nullptr;
-  job.streams = writes_elsewhere && touched_nbytes(job, arguments.numel) > cache_nbytes;
+  job.streams = writes_elsewhere && touched_nbytes(job, arguments.numel) > cached_nbytes();
   static const bool gains = gains_by_prefetching();
   job.prefetches = gains;
   const std::vector<AdamSegment> segments = segments_of(arguments);

@@ -157,6 +157,7 @@ void run_encode(const TileArguments& arguments, const std::vector<TileFragment>&
   visit_element(arguments.coding.element, [&](auto element) {
     visit_source(arguments, [&](auto source, auto through) {
       using Source = decltype(source);
+      const EncodeMode mode{level, numel * static_cast<int64_t>(sizeof(Source)) > cached_nbytes()};
       for_ranges(ranges, numel, num_threads, [&](const WorkRange& range) {
         const TileFragment& of = fragments[range.stack];
         const std::vector<float>& factors = of_matrices[range.stack];
@@ -168,7 +169,7 @@ void run_encode(const TileArguments& arguments, const std::vector<TileFragment>&
                           factors.empty() ? nullptr : factors.data(),
                           scaling,
                           of.codes,
-                          level});
+                          mode});
       });
     });
   });
