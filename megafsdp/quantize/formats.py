@@ -16,6 +16,7 @@ one set of codes serves forward and backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class ScalesOfRows:
             target.copy_(values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightFormat:
     """How a weight is quantized: local arithmetic, no collective.
 
@@ -85,7 +86,7 @@ class WeightFormat:
         """Return whether a whole matrix has one scale, also where several ranks have parts."""
         return self.tile is None
 
-    @property
+    @functools.cached_property
     def coding(self) -> TileCoding:
         """Return element, scaling and tile."""
         return TileCoding(self.element, self.scaling, self.tile)

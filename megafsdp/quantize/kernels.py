@@ -62,7 +62,7 @@ def add_maxima(
                 add_maxima_in_torch(coding, fragments[i], maxima[i], through)
             continue
         module.add_tile_maxima(
-            coding=_native_coding(coding),
+            coding=coding.of_kernels,
             fragments=[_native_fragment(fragments[i], maxima[i], None) for i in chosen],
             dtype=_DTYPE_NAMES[dtype],
             through="" if through is None else _DTYPE_NAMES[through],
@@ -100,7 +100,7 @@ def encode(
             continue
         batch = [_native_fragment(fragments[i], maxima[i], codes[i]) for i in chosen]
         module.encode_tiles(
-            coding=_native_coding(coding),
+            coding=coding.of_kernels,
             fragments=batch,
             dtype=_DTYPE_NAMES[dtype],
             through="" if through is None else _DTYPE_NAMES[through],
@@ -142,7 +142,7 @@ def fill_tables(
                 fill_table_in_torch(coding, shapes[i], maxima[i], tables[i])
             continue
         module.fill_scale_tables(
-            coding=_native_coding(coding),
+            coding=coding.of_kernels,
             tables=[
                 (
                     _stack(shapes[i]),
@@ -173,7 +173,7 @@ def decode(
         decode_in_torch(coding, codes, table, shape, out)
         return
     module.decode_tiles(
-        coding=_native_coding(coding),
+        coding=coding.of_kernels,
         shape=_stack(shape),
         codes=_buffer("codes", codes, torch.uint8, codes.device),
         table=_buffer("table", table, torch.uint8, codes.device),
@@ -210,7 +210,7 @@ def quantize(
     if module is not None and noise is None and _is_one_pass(coding):
         # A block's maximum is its own alone, so what was read for it is encoded from the cache.
         module.encode_blocks(
-            coding=_native_coding(coding),
+            coding=coding.of_kernels,
             shape=(1, rows, cols),
             values=_buffer("values", values, values.dtype, device),
             dtype=_DTYPE_NAMES[values.dtype],
@@ -269,7 +269,7 @@ def quantize_transposed(
         bits = _maxima_of(coding, values, maximum)
         fill_tables(coding, [shape], [bits], [table])
     module.encode_matrix(
-        coding=_native_coding(coding),
+        coding=coding.of_kernels,
         shape=(1, *shape),
         values=_buffer("values", values, values.dtype, device),
         dtype=_DTYPE_NAMES[values.dtype],
@@ -288,7 +288,7 @@ def _is_transposed_on_its_way(coding: TileCoding, module: CudaKernels) -> bool:
         return coding.element.codes_per_byte == 1 and not isinstance(
             coding.scaling, TwoLevelScaling
         )
-    return coding.tile[1] == 1 and bool(module.module.is_one_pass(_native_coding(coding)))
+    return coding.tile[1] == 1 and bool(module.module.is_one_pass(coding.of_kernels))
 
 
 def _maxima_of(
@@ -351,17 +351,18 @@ def _batches(
 ) -> list[tuple[Kernels | None, torch.dtype, list[int]]]:
     """Return the indices of tensors by kernels and dtype: one call for each."""
     found: dict[tuple[Kernels | None, torch.dtype], list[int]] = {}
+    # Looked up once for all that are alike, as the environment is read for it.
+    modules: dict[tuple[type, torch.device], Kernels | None] = {}
     for i, tensor in enumerate(tensors):
-        module = _module_for(tensor)
+        kind = (type(tensor), tensor.device)
+        if kind not in modules:
+            modules[kind] = _module_for(tensor)
+        module = modules[kind]
         # Only fp32 is rounded to another dtype by the compiled kernels.
         if through not in (None, tensor.dtype) and tensor.dtype != torch.float32:
             module = None
         found.setdefault((module, tensor.dtype), []).append(i)
     return [(module, dtype, chosen) for (module, dtype), chosen in found.items()]
-
-
-def _native_coding(coding: TileCoding) -> tuple[str, str, int, int]:
-    return (coding.element.name, coding.scaling.name, *(coding.tile or (0, 0)))
 
 
 def _native_fragment(

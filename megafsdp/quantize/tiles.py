@@ -13,6 +13,7 @@ The functions here are plain torch, and the oracle of the compiled kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -135,7 +136,7 @@ class TileGrid:
         return by_row.repeat_interleave(self.tile_cols, dim=1)[:, : self.cols]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TileCoding:
     """How values become codes and a table of scales, and values again.
 
@@ -148,6 +149,11 @@ class TileCoding:
     element: Element
     scaling: Scaling
     tile: tuple[int, int] | None
+
+    @functools.cached_property
+    def of_kernels(self) -> tuple[str, str, int, int]:
+        """Return it as compiled kernels take it; the tile of a whole matrix is 0 by 0."""
+        return (self.element.name, self.scaling.name, *(self.tile or (0, 0)))
 
     def grid(self, shape: tuple[int, ...]) -> TileGrid:
         """Return the tiles of a tensor."""
