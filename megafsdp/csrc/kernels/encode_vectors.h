@@ -147,9 +147,11 @@ MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float
   return _mm256_movemask_epi8(is_usual) == -1;
 }
 
-// Masks that leave nothing out: where there is none, GCC 12 warns of its own header.
-constexpr __mmask16 kAll16 = 0xffff;
-constexpr __mmask32 kAll32 = 0xffffffff;
+// GCC 12 warns of what its own header leaves undefined.
+#if !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 float_of_avx512(uint32_t bits) {
   return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int32_t>(bits)));
@@ -161,8 +163,7 @@ MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 load_avx512(const float* from) {
 
 MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 load_avx512(const BFloat16* from) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  const __m512i words = _mm512_maskz_cvtepu16_epi32(kAll16, bits);
-  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll16, words, 16));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
 MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 power_avx512(__m512 value) {
@@ -199,17 +200,19 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
                                    int64_t num_cols, uint8_t* codes, bool streams) {
   using Code = VectorCode<Element>;
   // Of three operands, bit by bit.
-  constexpr int kAOrBUnlikeC = 0xf6, kBWhereCElseA = 0xd8;
+  constexpr int kAOrBOrC = 0xfe, kBWhereCElseA = 0xd8;
   constexpr int kLargerWithFirstSign = 0b0011;
   const __m512 raise = float_of_avx512(kFloatOneBits + Code::kRaise);
   const __m512 least_base = float_of_avx512(Code::kLeastBase);
   const __m512 steps = _mm512_set1_ps(Code::kStepsOfBase);
   const __m512i weights = _mm512_set1_epi32(Code::kWeights);
-  const __m512i least_exponent = _mm512_set1_epi32(Code::kLeastExponent << 23);
   const __m512i sign_of_pair = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
   // Packing takes from its operands in turn, in each quarter of a vector.
   const __m512i in_order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  // As much of 16 bits as joined codes, packed once more beside themselves, have of them.
+  const __m512i joined_in_order = _mm512_castsi256_si512(
+      _mm256_setr_epi16(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27));
   __m512i exponents = _mm512_setzero_si512(), largest = _mm512_setzero_si512();
   for (int64_t col = 0; col < num_cols; col += 64) {
     __m512 of_cols[4];
@@ -223,42 +226,51 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
         const __m512 x = _mm512_mul_ps(round_avx512<Through>(value), of_cols[i]);
         const __m512 base =
             _mm512_range_ps(power_avx512<Through>(x, value), least_base, kLargerWithFirstSign);
-        const __m512i sum = _mm512_castps_si512(_mm512_fmadd_ps(base, steps, x));
-        exponents = _mm512_ternarylogic_epi32(exponents, sum, least_exponent, kAOrBUnlikeC);
-        sums[i] = _mm512_madd_epi16(sum, weights);
+        sums[i] = _mm512_castps_si512(_mm512_fmadd_ps(base, steps, x));
       }
       for (int64_t i = 0; i < 2; ++i) {
-        const __m512i pair = _mm512_packs_epi32(sums[2 * i], sums[2 * i + 1]);
+        const __m512i left = sums[2 * i], right = sums[2 * i + 1];
+        exponents = _mm512_ternarylogic_epi32(exponents, left, right, kAOrBOrC);
+        const __m512i pair = _mm512_packs_epi32(_mm512_madd_epi16(left, weights),
+                                                _mm512_madd_epi16(right, weights));
         lifted[i] = _mm512_slli_epi16(pair, Code::kLift);
         largest = _mm512_max_epu16(largest, lifted[i]);
         lifted[i] = _mm512_ternarylogic_epi32(lifted[i], pair, sign_of_pair, kBWhereCElseA);
         lifted[i] = _mm512_srli_epi16(lifted[i], 16 - Code::kNumBits);
       }
       const __m512i packed = _mm512_packus_epi16(lifted[0], lifted[1]);
-      const __m512i bytes = _mm512_maskz_permutexvar_epi32(kAll16, in_order, packed);
       uint8_t* const to = codes + (row * stride + col) / Element::kCodesPerByte;
       if constexpr (Element::kCodesPerByte == 2) {
-        const __m512i joined = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(kJoin));
-        const __m256i halves = _mm512_maskz_cvtepi16_epi8(kAll32, joined);
+        const __m512i joined = _mm512_maddubs_epi16(packed, _mm512_set1_epi16(kJoin));
+        const __m512i twice = _mm512_packus_epi16(joined, joined);
+        const __m256i bytes =
+            _mm512_castsi512_si256(_mm512_permutexvar_epi16(joined_in_order, twice));
         if (streams) {
-          _mm256_stream_si256(reinterpret_cast<__m256i*>(to), halves);
+          _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bytes);
         } else {
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
         }
-      } else if (streams) {
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bytes);
       } else {
-        _mm512_storeu_si512(to, bytes);
+        const __m512i bytes = _mm512_permutexvar_epi32(in_order, packed);
+        if (streams) {
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bytes);
+        } else {
+          _mm512_storeu_si512(to, bytes);
+        }
       }
     }
   }
-  // Exponents may differ from the least in the bits that a code has of them.
-  constexpr uint32_t kShared = kInfinityBits & ~0u << (23 + Code::Bits::kExponentBits);
-  const auto is_beyond = _mm512_test_epi32_mask(exponents, _mm512_set1_epi32(kShared));
+  // No exponent is below the least, so one that is beyond a code's has a bit between the two.
+  constexpr uint32_t kBeyond = (1u << 29) - (1u << (23 + Code::Bits::kExponentBits));
+  const auto is_beyond = _mm512_test_epi32_mask(exponents, _mm512_set1_epi32(kBeyond));
   const auto is_larger =
       _mm512_cmpgt_epu16_mask(largest, _mm512_set1_epi16(Code::kLargestLifted));
   return (is_beyond | is_larger) == 0;
 }
+
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 
 #endif
 
