@@ -5,11 +5,11 @@
 //   base  the power of two in x, at least that in the smallest normal value times 2**k; x's sign
 //   sum   base * 2**(23 - M) + x, rounded once: its low bits count steps of the codes near base
 //
-//   bits of sum                                  s | 110eeeee | 0...0 mmmm
-//   16 bits times 1, plus 16 times 2**(7 - M)    s | 110 code | 0...0
+//   bits of sum                                          s | 110eeeee | 0...0 mmmm
+//   the high 16 of them + the low 16 times 2**(7 - M)    s | 110..code | 0...0
 //
-// where 192 is the least exponent of sums by the choice of k: a code's exponent is the low bits of
-// theirs, and m carries into it as the mantissa of a code does. Powers of two round nothing.
+// where k makes 192 the least exponent of sums: a code's exponent is the low bits of theirs, and m
+// carries into it as the mantissa of a code does. To multiply by powers of two rounds nothing.
 //
 // A value is unusual if it is not finite, if it is beyond the largest of the element, or if the
 // maximum of its tile, below 2**-54, makes factor * 2**k overflow. In other tiles a subnormal
@@ -30,6 +30,7 @@
 
 namespace megafsdp {
 
+// Columns are taken so many at a time.
 constexpr int64_t kVectorCols = 64;
 
 #if defined(__x86_64__)
