@@ -25,6 +25,7 @@
 #include "float8.h"
 #include "scales.h"
 #include "simd.h"
+#include "stream.h"
 #include "tile_grid.h"
 
 namespace megafsdp {
@@ -290,6 +291,8 @@ MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, cons
                                                 codes + col / Element::kCodesPerByte, mode.streams);
     const int64_t first = is_done ? col + whole : col, num_cols = end - first;
     if (num_cols == 0) continue;
+    // What is written anew must not be overtaken by what was streamed.
+    if (mode.streams && !is_done) fence_streams();
     for (int64_t row = 0; row < kRows; ++row) {
       const int64_t offset = row * panel.stride + first;
       uint8_t* const to = codes + offset / Element::kCodesPerByte;
