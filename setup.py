@@ -6,6 +6,7 @@
     MEGAFSDP_CUDA_ARCHS  architectures, by default those of 80;90;100f that nvcc knows; PTX of the
                          newest one without a letter is added for those that come later.
     NVCC, CUDA_HOME      where nvcc is, if it is not on the PATH.
+    MAX_JOBS             compilers that run at once for a module, by default as many as cores.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import re
 import shutil
 import subprocess
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from email.parser import HeaderParser
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, CompileError
@@ -27,6 +29,7 @@ from setuptools.modified import newer_group
 
 CSRC = Path("megafsdp/csrc")
 CUDA = CSRC / "cuda"
+JOBS = "MAX_JOBS"
 DEFAULT_ARCHS = ("80", "90", "100f")
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
 # other bits than a processor or a torch fallback without it. Nobody reads the floating-point
@@ -78,10 +81,13 @@ class OptionalBuildExt(build_ext):
             include_dirs=ext.include_dirs,
             extra_postargs=ext.extra_compile_args,
         )
+        commands = []
         for source in ext.cuda_sources:
             objects.append(str(Path(self.build_temp, source).with_suffix(".cu.o")))
             Path(objects[-1]).parent.mkdir(parents=True, exist_ok=True)
-            run([nvcc, *NVCC_ARGUMENTS, *codes, "-c", source, "-o", objects[-1]])
+            commands.append([nvcc, *NVCC_ARGUMENTS, *codes, "-c", source, "-o", objects[-1]])
+        with ThreadPoolExecutor(int(os.environ.get(JOBS) or os.cpu_count() or 1)) as pool:
+            list(pool.map(run, commands))
         target.parent.mkdir(parents=True, exist_ok=True)
         run([nvcc, "-shared", "--cudart=static", *objects, "-o", str(target)])
 
@@ -225,8 +231,9 @@ def web_address(remote: str) -> str | None:
 
 
 if __name__ == "__main__":
-    setup(
-        ext_modules=extensions(),
-        cmdclass={"build_ext": OptionalBuildExt},
-        project_urls=project_urls(Path(__file__).resolve().parent),
-    )
+    with ParallelCompile(JOBS):
+        setup(
+            ext_modules=extensions(),
+            cmdclass={"build_ext": OptionalBuildExt},
+            project_urls=project_urls(Path(__file__).resolve().parent),
+        )

@@ -56,7 +56,7 @@ def _build(size: Size, report: Report, compute_capability: str) -> None:
         # One architecture, not three: a third of the time.
         environment["MEGAFSDP_CUDA_ARCHS"] = compute_capability.replace(".", "")
     command = [sys.executable, "setup.py", "--quiet"]
-    command += size.either(["build_ext", "--inplace"], ["--version"])
+    command += size.either(["build_ext", "--inplace", "--parallel", "2"], ["--version"])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     report.check("setup.py builds", done.returncode == 0, done.stderr[-500:])

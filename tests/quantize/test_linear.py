@@ -49,9 +49,12 @@ def _by_features(form: InputFormat, rows: Tensor, noise: Tensor | None = None) -
 
 
 def _by_tokens(form: InputFormat, rows: Tensor, noise: Tensor | None = None) -> Tensor:
-    """Return the same along tokens: of the transpose along features, whatever lays blocks."""
+    """Return the same along tokens: of the transpose along features, whatever lays blocks.
+
+    Contiguous: how a product of bf16 is rounded depends on its operands' strides on some CPUs.
+    """
     noise = None if noise is None else noise.t().contiguous()
-    return _by_features(form, rows.t().contiguous(), noise).t()
+    return _by_features(form, rows.t().contiguous(), noise).t().contiguous()
 
 
 def _naive(
