@@ -54,12 +54,15 @@ def _compare_capture(size: Size, report: Report) -> None:
     start = torch.randn(size.either(1 << 26, 1 << 10), device=device)
     grad = torch.randn_like(start)
     weights, steps = [], []
+    # A graph writes to its states, whose memory the next ones would get.
+    optimizers = []
     for capturable in (True, False):
         weight = nn.Parameter(start.clone())
         weight.grad = grad.clone()
         optimizer = FusedAdam([weight], capturable=capturable, **_HYPER)
         # States are made by the first step, which no graph may capture.
         optimizer.step()
+        optimizers.append(optimizer)
         weights.append(weight)
         steps.append(_capture(optimizer.step, device) if capturable else optimizer.step)
     times_ms: list[list[float]] = [[], []]

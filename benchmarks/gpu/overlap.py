@@ -30,15 +30,17 @@ _LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 # What is shorter than the compute beside it should not show.
 _HIDDEN_LENGTH = 0.75
 _WARM_UP_STEPS, _STEPS = 2, 5
-_CALIBRATION_CYCLES = 20_000_000
+# Each 12 ms; the products, of 1.4 ms each, last longer than two of these.
+_CALIBRATION_CYCLES, _CALIBRATION_PRODUCTS = 20_000_000, 30
 
 
 class _Link:
     """A link that carries one collective after another, each for the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._cycles_per_ms = 0.0 if self._stream is None else _cycles_per_ms()
+        # As the engine's process groups ask NCCL for: else each copy waits for a whole product.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._cycles_per_ms = 0.0 if self._stream is None else _cycles_per_ms(self._stream)
         self.ms = 0.0
         self.num_calls = 0
         self._end_s = 0.0
@@ -104,12 +106,19 @@ class _Work:
         self._pair = None
 
 
-def _cycles_per_ms() -> float:
+def _cycles_per_ms(stream: torch.cuda.Stream) -> float:
+    """Return the GPU's cycles beside products, under which its clock is slower than at rest."""
+    matrix = torch.randn(8192, 8192, device=stream.device, dtype=torch.bfloat16)
+    for _ in range(_CALIBRATION_PRODUCTS):
+        matrix @ matrix
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(_CALIBRATION_CYCLES)
-    end.record()
-    end.synchronize()
+    with torch.cuda.stream(stream):
+        # The first cycles let the clock settle.
+        torch.cuda._sleep(_CALIBRATION_CYCLES)
+        start.record()
+        torch.cuda._sleep(_CALIBRATION_CYCLES)
+        end.record()
+    torch.cuda.synchronize(stream.device)
     return _CALIBRATION_CYCLES / start.elapsed_time(end)
 
 

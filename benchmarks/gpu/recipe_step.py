@@ -113,6 +113,7 @@ def _measure(
     numel = tokens[:, 1:].numel()
     rates = {name: 1e3 * numel / times["median"] for name, times in found.items()}
     report.figure(f"{way}: tokens a second", rates)
+    report.figure(f"{way}: losses", {name: each.tolist() for name, each in losses.items()})
     for name, target in TARGETS.items():
         difference = (losses[name] - losses[_BF16]).abs().max().item()
         # Equal losses would mean that nothing was quantized.

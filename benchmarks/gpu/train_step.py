@@ -33,7 +33,7 @@ OURS, FSDP2 = "megafsdp", "fsdp2"
 _SIDES = (OURS, FSDP2)
 _MAX_NORM = 1.0
 _HYPER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-5, "weight_decay": 1e-2}
-_CHECKED_STEPS, _STEPS_A_BLOCK, _BLOCKS = 3, 4, 5
+_CHECKED_STEPS, _STEPS_A_BLOCK, _BLOCKS = 3, 3, 4
 # Of a loss near 12 in bf16, where backward's sums change from run to run.
 _LOSS_TOLERANCE = 2e-2
 # Dense bf16 operations a second, by what the GPU's name has.
@@ -104,8 +104,15 @@ class Side:
 def run(size: Size, report: Report) -> None:
     """Measure every case."""
     with one_rank(size) as device:
+        _open_libraries(device)
         for case in size.either(_FULL, _TINY):
             _measure(case, device, report)
+
+
+def _open_libraries(device: torch.device) -> None:
+    """Have products take their workspace, which would count as that of the side that comes first."""
+    matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+    nn.functional.linear(matrix @ matrix, matrix, matrix[0])
 
 
 def build(side: str, case: Case, device: torch.device) -> Side:
@@ -177,6 +184,9 @@ def _measure(case: Case, device: torch.device, report: Report) -> None:
     medians = [found[name]["step_ms"]["median"] for name in _SIDES]
     report.figure(f"{case.name}: ratio", medians[0] / medians[1])
     report.mark(f"{case.name}: over FSDP2", medians[0] / medians[1], at_most=1.0)
+    if device.type == "cuda":
+        peaks = [found[name]["peak_allocated_nbytes"] for name in _SIDES]
+        report.mark(f"{case.name}: peak over FSDP2's", peaks[0] / peaks[1], at_most=1.0)
     mfu = found[OURS]["mfu"]
     if mfu is not None and case.is_compiled and case.preset == "qwen3-1.7b":
         report.mark(f"{case.name}: MFU", mfu, at_least=0.40)

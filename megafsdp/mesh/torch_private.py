@@ -340,6 +340,9 @@ class DeviceBackend(Protocol):
     def mem_allocator(self) -> Any:
         """Return the library's allocator, as ``torch.cuda.MemPool`` takes it."""
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether there is such an allocator, for a device that can multicast."""
+
     def register_mem_pool(self, pool: torch.cuda.MemPool) -> None:
         """Register the memory of a pool with the communicator."""
 

@@ -50,6 +50,21 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
+def _backward(net: Net, batch: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> None:
+    """Add the gradients of a global batch; in a narrow dtype of each rank's rows by themselves."""
+    if dtype is None:
+        net(*batch).backward()
+        return
+    num_ranks = dist.get_world_size()
+    for rows in zip(*(tensor.chunk(num_ranks) for tensor in batch), strict=True):
+        narrow = copy.deepcopy(net).to(dtype)
+        narrow.zero_grad()
+        narrow(*rows).backward()
+        for wide, parameter in zip(net.parameters(), narrow.parameters(), strict=True):
+            grad = parameter.grad.to(wide.dtype) / num_ranks
+            wide.grad = grad if wide.grad is None else wide.grad + grad
+
+
 def _trains(name: str) -> set[tuple[str, str]]:
     options = dict(OPTIONS[name])
     if "mesh" in options:
@@ -57,36 +72,39 @@ def _trains(name: str) -> set[tuple[str, str]]:
     reference = Net().cuda()
     net = shard(copy.deepcopy(reference), **options)
     optimizers = [adamw(reference), adamw(net, fused=True)]
-    is_exact = "mp_policy" not in options
+    policy = options.get("mp_policy")
+    dtype = policy.param_dtype if isinstance(policy, MixedPrecisionPolicy) else None
     for step in range(3):
         global_batches = batches(2, seed=step)
         with record_collectives() as record:
             for k, batch in enumerate(global_batches):
-                on_gpu = tuple(t.cuda() for t in batch)
-                reference(*on_gpu).backward()
+                _backward(reference, tuple(t.cuda() for t in batch), dtype)
                 with microbatch(net, is_last=k == 1):
                     net(*(t.cuda() for t in mine(batch))).backward()
-        # Sums on a GPU are made in another order; bf16 forwards differ by 2 ** -8.
-        tolerance = {"rtol": 1e-3, "atol": 1e-5} if is_exact else {"rtol": 0.1, "atol": 0.05}
+        # Sums on a GPU are made in another order, in bf16 too: rounded to 2 ** -9 of what is added.
+        tolerance = {"rtol": 1e-3, "atol": 1e-5} if dtype is None else {"rtol": 0.02, "atol": 2e-3}
         assert_same_grads(net, reference, **tolerance)
         norms = [
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0),
             clip_grad_norm_(net, 1.0),
         ]
-        if is_exact:
-            torch.testing.assert_close(norms[1].to(norms[0].device), norms[0], rtol=1e-4, atol=1e-6)
+        tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype is None else {"rtol": 1e-3, "atol": 0.0}
+        torch.testing.assert_close(norms[1].to(norms[0].device), norms[0], **tolerance)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        wanted = reference.state_dict()
+        for key, value in full_state_dict(net).items():
+            if dtype is None:
+                value = value.to(wanted[key].device)
+                torch.testing.assert_close(value, wanted[key], rtol=1e-3, atol=1e-4)
+            else:
+                # Adam makes full steps of gradients that are all rounding: equal weights again.
+                wanted[key].copy_(value)
     if options.get("nccl_user_buffers"):
         weights = [g.compute_weight for g in net._fsdp_unit().context.groups]
         is_nccl = backends(weights[0]._axes.group).get("cuda") == "nccl"
         assert all((s.slabs is not None) == is_nccl for w in weights for s in w.gathered_storages)
-    wanted = reference.state_dict()
-    for key, value in full_state_dict(net).items():
-        if is_exact:
-            value = value.to(wanted[key].device)
-            torch.testing.assert_close(value, wanted[key], rtol=1e-3, atol=1e-4)
     return set(record.calls_by_group)
 
 
@@ -107,7 +125,8 @@ def _sums_of_nccl() -> None:
     group = dist.group.WORLD
     assert group is not None
     with pytest.MonkeyPatch.context() as patch:
-        # One GPU has one rank, whose collectives NCCL makes as it does for many.
+        # One GPU has one rank, whose collectives NCCL makes as it does for many, but for factors:
+        # a premultiplied sum of one addend is the addend.
         patch.setattr(door, "_is_alone", lambda group: False)
         f32, bf16 = torch.float32, torch.bfloat16
         for wire, grad in ((f32, f32), (bf16, f32), (bf16, bf16), (torch.float16, f32)):
@@ -122,13 +141,14 @@ def _sums_of_nccl() -> None:
                     accumulate=accumulate,
                     reduce_dtype=wire,
                     label="",
+                    force_sum=True,
                 ).wait()
                 for out in outputs:
                     assert out.tolist() == [1.5 + accumulate] * 32
 
 
 def test_nccl_sums_and_scales_as_it_is_asked_to(ranks: Ranks) -> None:
-    """Premultiplied sums and plain ones, one and several sub-buffers, of each dtype."""
+    """Sums in place and beside the output, one and several sub-buffers, of each dtype."""
     ranks(1, "nccl").run(_sums_of_nccl)
 
 

@@ -49,7 +49,10 @@ class RegisteredPool:
 
     def __init__(self, backend: DeviceBackend, device: torch.device, nbytes: int) -> None:
         self._device = device
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        # Of NCCL's own memory switches reduce and multicast; any other memory is registered too,
+        # for links and networks, and torch offers none of NCCL's where no switch can multicast.
+        has_own = backend.supports_tensor_alloc(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator if has_own else None)
         with self.allocating():
             # Freed at once: the pool keeps the block, and gives it to the next of the same size.
             torch.empty(nbytes, dtype=torch.uint8, device=device)

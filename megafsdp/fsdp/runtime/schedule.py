@@ -71,13 +71,9 @@ class RecordedOrder(Generic[T]):
         expected = self._record[position] if position < len(self._record) else None
         if expected is None or expected() is not unit:
             self._is_followed = False
-        return self.upcoming(count)
-
-    def upcoming(self, count: int) -> list[T]:
-        """Return up to ``count`` units expected after the last one that arrived."""
-        position = len(self._running)
-        expected = self._record[position : position + count] if self._is_followed else []
-        return [u for u in (r() for r in expected) if u is not None]
+        position += 1
+        upcoming = self._record[position : position + count] if self._is_followed else []
+        return [u for u in (r() for r in upcoming) if u is not None]
 
     def is_last(self, unit: T) -> bool:
         """Return whether ``unit`` is the last of the record, and the run agrees with it so far."""
@@ -260,8 +256,6 @@ class FSDPContext:
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._is_backward_running = False
         self._is_backward_order_begun = False
-        # Only the root's backward has begun, and nothing was gathered after it.
-        self._is_in_loss_backward = False
         # Units gathered ahead that have not run. By id: references keep a deleted model alive.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
@@ -368,11 +362,6 @@ class FSDPContext:
         if not is_graph_built:
             self._release_all()
 
-    def watch_root(self, unit: ScheduledUnit, output: torch.Tensor) -> None:
-        """Call :meth:`prefetch_after_loss` in backward, if the output is the root's."""
-        if self.is_root(unit) and output.grad_fn is not None:
-            output.grad_fn.register_hook(self.prefetch_after_loss)
-
     @untraced_hook
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """Begin a unit's backward: a gradient of one of its outputs is there."""
@@ -400,14 +389,6 @@ class FSDPContext:
         call_after_backward(self.end_backward)
 
     @untraced_hook
-    def prefetch_after_loss(self, *unused: object) -> None:
-        """Issue the gathers expected after the root: its first backward operator is done."""
-        if self._is_in_loss_backward:
-            root = self._root()
-            assert root is not None, "a unit at work is alive"
-            self._gather_ahead(root, self._backward.upcoming(root.options.prefetch))
-
-    @untraced_hook
     def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """End a unit's backward if no other forward of it waits in the passes under way.
 
@@ -421,7 +402,7 @@ class FSDPContext:
     @untraced_hook
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
-        self._is_backward_running = self._is_in_loss_backward = False
+        self._is_backward_running = False
         units, root = self.units, self._root()
         # All ranks end the rest in this order, whichever gradients arrived on each of them.
         for unit in reversed(units):
@@ -511,24 +492,23 @@ class FSDPContext:
     ) -> None:
         """Gather a unit, and issue the gathers of those expected next before waiting for it.
 
-        The root's backward begins with the loss, when most bytes are alive: what comes after it is
-        gathered when that is over (:meth:`prefetch_after_loss`).
+        The root's backward begins with the loss and the head, when most bytes are alive: only what
+        the user chose is gathered beside them.
         """
         in_backward = order is self._backward
         self._ahead.discard(id(unit))
         self.start_unshard(unit, in_backward=in_backward)
         recorded = order.arrive(unit, unit.options.prefetch) if is_in_order else []
-        self._is_in_loss_backward = in_backward and self.is_root(unit)
-        if not self._is_in_loss_backward:
-            self._gather_ahead(unit, recorded, in_backward=in_backward)
+        if in_backward and self.is_root(unit):
+            recorded = []
+        self._gather_ahead(unit, recorded, in_backward=in_backward)
         # Last: the gathers ahead are under way while this one is waited for.
         unit.finish_unshard()
 
     def _gather_ahead(
-        self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool = True
+        self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool
     ) -> None:
         """Issue the gathers of what comes after a unit: recorded units or those the user chose."""
-        self._is_in_loss_backward = False
         chosen = unit.options.prefetched(in_backward=in_backward)
         for other in recorded if chosen is None else chosen:
             if any(group.step_in_flight for group in other.groups):
@@ -556,7 +536,7 @@ class FSDPContext:
         is_backward = self.has_backward_begun
         if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return
-        self._is_backward_running = self._is_in_loss_backward = False
+        self._is_backward_running = False
         self.passes_in_backward.clear()
         self.reductions.clear()
         for unit in self.units:

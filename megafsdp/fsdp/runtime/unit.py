@@ -408,10 +408,9 @@ class FSDPUnit:
     def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
         """Have backward begin at the outputs of a module."""
         if torch.is_grad_enabled():
-            context, hook = self.require_context(), BackwardHook(self, token)
+            hook = BackwardHook(self, token)
             for tensor in tensors_of(output):
                 hook.watch(tensor)
-                context.watch_root(self, tensor)
 
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.options.reshard_after_forward

@@ -32,6 +32,11 @@ class Device:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.is_gone = False
+        self.can_multicast = True
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return what was set."""
+        return self.can_multicast
 
     def register_mem_pool(self, pool: str) -> None:
         """Note it."""
@@ -43,9 +48,9 @@ class Device:
             raise dist.DistBackendError("NCCL communicator has not been initialized")
         self.events.append(f"deregister {pool}")
 
-    def new_pool(self, allocator: str) -> str:
+    def new_pool(self, allocator: str | None) -> str:
         """Stand in for torch.cuda.MemPool."""
-        self.events.append(f"pool of {allocator}")
+        self.events.append(f"pool of {allocator or 'torch'}")
         return "pool"
 
     @contextlib.contextmanager
@@ -82,6 +87,13 @@ def test_a_pool_is_registered_with_its_block_in_it(device: Device) -> None:
     RegisteredPool(device, CPU, 64)
     expected = ["pool of the library's allocator", "begin pool", "allocate 64", "end pool"]
     assert device.events[:5] == [*expected, "register pool"]
+
+
+def test_without_the_librarys_memory_plain_memory_is_registered(device: Device) -> None:
+    """torch refuses NCCL's allocator where no switch can multicast."""
+    device.can_multicast = False
+    RegisteredPool(device, CPU, 64)
+    assert device.events[0] == "pool of torch" and "register pool" in device.events
 
 
 def test_storages_are_allocated_from_the_pool_which_goes_when_the_last_is_deleted(

@@ -128,12 +128,10 @@ def _loss_and_gathers() -> list[tuple[str, int]]:
     return events
 
 
-def test_what_comes_after_the_root_is_gathered_when_the_loss_is_differentiated(
-    ranks: Ranks,
-) -> None:
-    """The loss's own backward has the root alone; the last block is under way from then on."""
-    first, second = [("loss", 1), ("operator before", 1)], [("loss", 1), ("operator before", 2)]
-    assert ranks(2).run(_loss_and_gathers) == [[*first, *second]] * 2, "the order is known then"
+def test_beside_the_loss_only_the_root_is_gathered(ranks: Ranks) -> None:
+    """Nothing comes ahead of the last block's own backward, also when the order is known."""
+    events = [("loss", 1), ("operator before", 1)]
+    assert ranks(2).run(_loss_and_gathers) == [[*events, *events]] * 2
 
 
 def _changing_order() -> None:
