@@ -58,18 +58,18 @@ class Part:
 
 
 PARTS = (
-    Part(0, "benchmarks.gpu.machine:run", 60),
+    Part(0, "benchmarks.gpu.machine:run", 55),
     Part(1, "benchmarks.gpu.marked_tests:run", 75),
-    Part(2, "benchmarks.gpu.adam_kernel:run", 35),
+    Part(2, "benchmarks.gpu.adam_kernel:run", 25),
     Part(3, "benchmarks.gpu.counters:run", 20),
-    Part(4, "benchmarks.gpu.bits:run", 20),
-    Part(5, "benchmarks.gpu.train_step:run", 85),
+    Part(4, "benchmarks.gpu.bits:run", 35),
+    Part(5, "benchmarks.gpu.train_step:run", 80),
     Part(6, "benchmarks.gpu.overlap:run", 20),
     Part(7, "benchmarks.gpu.two_ranks:run", 20),
-    Part(8, "benchmarks.gpu.offload:run", 40),
-    Part(9, "benchmarks.gpu.checkpoint:run", 25),
+    Part(8, "benchmarks.gpu.offload:run", 55),
+    Part(9, "benchmarks.gpu.checkpoint:run", 20),
     Part(10, "benchmarks.gpu.graphs:run", 20),
-    Part(11, "benchmarks.gpu.quantize_kernels:run", 20),
+    Part(11, "benchmarks.gpu.quantize_kernels:run", 15),
     Part(12, "benchmarks.gpu.recipe_step:run", 40),
 )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.record import CheckError
 from megafsdp.device.host_copies import CopyLink, Transfer
 from megafsdp.device.host_memory import HostArena
 from megafsdp.optimizer.kernels.adam_kernel import AdamBuffers, AdamKernel, AdamSegment
@@ -24,8 +25,10 @@ KERNEL_BYTES_PER_ELEMENT = 28
 _PROBE_ARRAYS = 3
 _PROBE_BYTES_PER_ELEMENT = 8 * _PROBE_ARRAYS
 _WARM_UP_REPEATS = 2
-# Together larger than the caches, so that copies take their part of the memory.
-_COPY_NBYTES, _NUM_COPIES = 1 << 23, 8
+# Together larger than the caches, so that copies take their part of the memory; and each so large
+# that a link is given them faster than it makes them.
+_COPY_NBYTES, _NUM_COPIES = 1 << 26, 2
+_MOST_TRIES = 6
 _PROBE, _IN_PLACE, _OUT_OF_PLACE = "probe", "kernel in place", "kernel out of place"
 _COPY_PROBE = "copying probe"
 PROBE_OF = {_IN_PLACE: _PROBE, _OUT_OF_PLACE: _COPY_PROBE}
@@ -122,8 +125,12 @@ class _Pump:
         self._device = torch.zeros_like(self._host, device=device)
 
     def time_s(self, call: Callable[[], object], *, expected_s: float) -> float:
-        """Return the seconds of a call during which copies were under way from end to end."""
-        while True:
+        """Return the seconds of a call during which copies were under way from end to end.
+
+        Raises:
+            CheckError: They ended before the call each time.
+        """
+        for _ in range(_MOST_TRIES):
             last = self._start(expected_s)
             elapsed_s = _time_s(call)
             is_covered = not any(transfer.is_done for transfer in last)
@@ -132,6 +139,7 @@ class _Pump:
             if is_covered:
                 return elapsed_s
             expected_s = 2 * max(expected_s, elapsed_s)
+        raise CheckError(f"copies for {expected_s:.2f} s ended within a call of {elapsed_s:.2f} s")
 
     def _start(self, seconds: float) -> list[Transfer]:
         """Issue copies that take so long; return the last of each direction."""

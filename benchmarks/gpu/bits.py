@@ -42,7 +42,7 @@ def run(size: Size, report: Report) -> None:
     """Compare kernels, then runs."""
     device = torch.device(size.device_type)
     torch.manual_seed(0)
-    numel = size.either(1 << 20, 1 << 14) + 5
+    numel = size.either(1 << 18, 1 << 14) + 5
     for layout, flushes in itertools.product(LAYOUTS, (True, False)):
         start = make_buffers(layout, numel, _CPU)
         found = _step(_copy(start, device), flushes=flushes)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.gpu.part import Report, Size
 
@@ -62,27 +63,45 @@ _SANITIZED = (
 )
 _SANITIZED_FILES = FILES[:2]
 _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+# Processes that run tests at once; a rehearsal has one, for two cores.
+_NUM_GROUPS = 4
 _COUNTED = ("PASSED", "FAILED", "ERROR", "SKIPPED")
 _SHOWN_FAILURES = 20
 
 
 def run(size: Size, report: Report) -> None:
-    """Run the tests, then memcheck if it is there."""
-    command = [sys.executable, *PYTEST, "-v", "--timeout=60", *FILES]
+    """Run the tests in several processes, beside them memcheck if it is there."""
+    command = [sys.executable, *PYTEST, "-v", "--timeout=60"]
     if size.is_rehearsal:
         command[3:3] = ["-p", "benchmarks.gpu.absent"]
-    counts, failures, code = _run_tests(command, report, "tests")
-    report.check("no test failed", code == 0 and not failures, failures[:_SHOWN_FAILURES])
+    num_groups = size.either(_NUM_GROUPS, 1)
+    groups = [FILES[i::num_groups] for i in range(num_groups)]
+    with ThreadPoolExecutor(num_groups + 1) as pool:
+        memcheck = pool.submit(_run_memcheck, size, report)
+        found = list(
+            pool.map(
+                lambda i: _run_tests([*command, *groups[i]], report, f"tests {i}"),
+                range(num_groups),
+            )
+        )
+        memcheck.result()
+    failures = [test for _, failed, _ in found for test in failed]
+    is_met = not failures and not any(code for _, _, code in found)
+    report.check("no test failed", is_met, failures[:_SHOWN_FAILURES])
     # Without a GPU all are collected and skipped.
     wanted = size.either("PASSED", "SKIPPED")
-    report.check(f"tests {wanted.lower()}", counts[wanted] > 0, counts[wanted])
+    num_wanted = sum(counts[wanted] for counts, _, _ in found)
+    report.check(f"tests {wanted.lower()}", num_wanted > 0, num_wanted)
+
+
+def _run_memcheck(size: Size, report: Report) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or size.is_rehearsal:
         report.figure("memcheck", "not available")
         return
-    memcheck = [sanitizer, "--tool", "memcheck", "--error-exitcode", "99"]
-    chosen = [sys.executable, *PYTEST, "-v", "--timeout=60", "-k", _SANITIZED, *_SANITIZED_FILES]
-    counts, failures, code = _run_tests([*memcheck, *chosen], report, "memcheck")
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "99", sys.executable, *PYTEST]
+    command += ["-v", "--timeout=60", "-k", _SANITIZED, *_SANITIZED_FILES]
+    counts, failures, code = _run_tests(command, report, "memcheck")
     report.check("memcheck found nothing", code == 0 and counts["PASSED"] > 0, failures)
 
 

@@ -24,23 +24,22 @@ import megafsdp
 from benchmarks.gpu.part import Report, Size
 from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.host_memory import HostArena
 
 _WORLD = 8
-_LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+_LENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 # What is shorter than the compute beside it should not show.
 _HIDDEN_LENGTH = 0.75
 _WARM_UP_STEPS, _STEPS = 2, 5
-# Each 12 ms; the products, of 1.4 ms each, last longer than two of these.
-_CALIBRATION_CYCLES, _CALIBRATION_PRODUCTS = 20_000_000, 30
+# The longest delay, and what is timed to find how many bytes a millisecond takes.
+_DELAY_NBYTES = 1 << 29
 
 
 class _Link:
     """A link that carries one collective after another, each for the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        # As the engine's process groups ask NCCL for: else each copy waits for a whole product.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._cycles_per_ms = 0.0 if self._stream is None else _cycles_per_ms(self._stream)
+        self._delay = _Delay(device) if device.type == "cuda" else None
         self.ms = 0.0
         self.num_calls = 0
         self._end_s = 0.0
@@ -69,20 +68,49 @@ class _Link:
 
     def _carry(self, out: torch.Tensor, own: torch.Tensor) -> _Work:
         self.num_calls += 1
-        event = None if self._stream is None else self._queue(self._stream, out, own)
+        event = None if self._delay is None else self._queue(self._delay, out, own)
         self._end_s = max(self._end_s, time.perf_counter()) + self.ms / 1e3
         return _Work(out, own, event, self._end_s)
 
-    def _queue(
-        self, stream: torch.cuda.Stream, out: torch.Tensor, own: torch.Tensor
-    ) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def _queue(self, delay: _Delay, out: torch.Tensor, own: torch.Tensor) -> torch.cuda.Event:
+        delay.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(delay.stream):
             # In this order: what is written late is missed by a reader that does not wait.
-            torch.cuda._sleep(int(self.ms * self._cycles_per_ms))
+            delay(self.ms)
             # A copy: the shard may be a slot of the output.
             out.copy_(own.clone())
-        return stream.record_event()
+        return delay.stream.record_event()
+
+
+class _Delay:
+    """Time on a stream in which the GPU's processors are free: a copy to the host.
+
+    A kernel that waits would keep one of them from products, of which the largest have a block for
+    each. NCCL takes some: that is not measured here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # As the engine's process groups ask NCCL for: else each copy waits for a whole product.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._there = torch.zeros(_DELAY_NBYTES, dtype=torch.uint8, device=device)
+        self._here = HostArena(_DELAY_NBYTES, is_pinned=True).take(_DELAY_NBYTES, torch.uint8)
+        self._nbytes_per_ms = 0.0
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self.stream):
+            self._copy(_DELAY_NBYTES)
+            start.record()
+            self._copy(_DELAY_NBYTES)
+            end.record()
+        end.synchronize()
+        self._nbytes_per_ms = _DELAY_NBYTES / start.elapsed_time(end)
+
+    def __call__(self, ms: float) -> None:
+        """Take so many milliseconds of the current stream."""
+        self._copy(int(ms * self._nbytes_per_ms))
+
+    def _copy(self, nbytes: int) -> None:
+        assert nbytes <= _DELAY_NBYTES, "a delay is at most what was timed"
+        self._here[:nbytes].copy_(self._there[:nbytes], non_blocking=True)
 
 
 class _Work:
@@ -106,22 +134,6 @@ class _Work:
         self._pair = None
 
 
-def _cycles_per_ms(stream: torch.cuda.Stream) -> float:
-    """Return the GPU's cycles beside products, under which its clock is slower than at rest."""
-    matrix = torch.randn(8192, 8192, device=stream.device, dtype=torch.bfloat16)
-    for _ in range(_CALIBRATION_PRODUCTS):
-        matrix @ matrix
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        # The first cycles let the clock settle.
-        torch.cuda._sleep(_CALIBRATION_CYCLES)
-        start.record()
-        torch.cuda._sleep(_CALIBRATION_CYCLES)
-        end.record()
-    torch.cuda.synchronize(stream.device)
-    return _CALIBRATION_CYCLES / start.elapsed_time(end)
-
-
 def run(size: Size, report: Report) -> None:
     """Measure steps by the length of a collective, in units of a layer's forward."""
     device = torch.device(size.device_type)
@@ -138,16 +150,18 @@ def run(size: Size, report: Report) -> None:
         report.check("collectives", link.num_calls == wanted_calls, link.num_calls)
         layer_ms = statistics.median(_forward_ms(net, inputs) for _ in range(_STEPS)) / num_layers
         report.figure("ms of a layer's forward", layer_ms)
-        steps_ms: dict[str, float] = {}
+        exposed: dict[str, float] = {}
         for length in _LENGTHS:
-            link.ms = length * layer_ms
-            steps_ms[str(length)] = statistics.median(_step_ms(net, inputs) for _ in range(_STEPS))
+            # In turns with collectives that take no time: a GPU that gets warm gets slow.
+            times_ms: dict[float, list[float]] = {0.0: [], length: []}
+            for _ in range(_STEPS):
+                for ms, times in times_ms.items():
+                    link.ms = ms * layer_ms
+                    times.append(_step_ms(net, inputs))
             report.check(f"gradients at {length}", _equal(_grads(net), wanted))
-            exposed = {
-                name: (ms - steps_ms["0.0"]) / num_layers / layer_ms
-                for name, ms in steps_ms.items()
-            }
-            report.figure("step ms by length", steps_ms)
+            base_ms, median_ms = (statistics.median(times) for times in times_ms.values())
+            exposed[str(length)] = (median_ms - base_ms) / num_layers / layer_ms
+            report.figure(f"step ms at {length}, and at 0", [median_ms, base_ms])
             # The first gather and the last sum of a step have nothing beside them: 2 / layers.
             report.figure("exposed a layer, of its forward, by length", exposed)
         unavoidable = 2 * _HIDDEN_LENGTH / num_layers

@@ -26,8 +26,10 @@ _BF16 = "bf16"
 TARGETS = {"fp8_current": 1.15, "fp8_block": 1.05}
 _SIDES = (_BF16, *TARGETS)
 _CHECKED_STEPS, _STEPS_A_BLOCK, _BLOCKS = 3, 4, 5
-# Losses differ by the rounding of 8-bit operands, a few thousandths of a loss near 8.
-_LOSS_TOLERANCE = 0.05
+# The first losses, near 9, differ by the rounding of 8-bit operands. Then the tokens are learned by
+# heart, four in three steps, and quantized gradients get nearly as far: a first step of Adam is as
+# large where a gradient is all rounding.
+_LOSS_TOLERANCE, _LEAST_FALL = 0.02, 0.95
 _HYPER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-5, "weight_decay": 1e-2, "max_grad_norm": 1.0}
 
 
@@ -115,10 +117,12 @@ def _measure(
     report.figure(f"{way}: tokens a second", rates)
     report.figure(f"{way}: losses", {name: each.tolist() for name, each in losses.items()})
     for name, target in TARGETS.items():
-        difference = (losses[name] - losses[_BF16]).abs().max().item()
+        difference = (losses[name][0] - losses[_BF16][0]).abs().item()
+        fall, wanted = (losses[n][0] - losses[n][-1] for n in (name, _BF16))
         # Equal losses would mean that nothing was quantized.
-        is_met = 0 < difference <= _LOSS_TOLERANCE
-        report.check(f"{way}, {name}: losses", is_met, f"differ by {difference:.1e}")
+        is_met = 0 < difference <= _LOSS_TOLERANCE and bool(fall >= _LEAST_FALL * wanted)
+        detail = f"differ by {difference:.1e}, and fall by {fall / wanted:.3f} of bf16's"
+        report.check(f"{way}, {name}: losses", is_met, detail)
         ratio = rates[name] / rates[_BF16]
         report.mark(f"{way}, {name}: tokens a second over bf16", ratio, at_least=target)
 
