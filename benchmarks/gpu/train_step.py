@@ -110,7 +110,7 @@ def run(size: Size, report: Report) -> None:
 
 
 def _open_libraries(device: torch.device) -> None:
-    """Have products take their workspace, which would count as that of the side that comes first."""
+    """Have products take their workspace, which else would count on the first side alone."""
     matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
     nn.functional.linear(matrix @ matrix, matrix, matrix[0])
 

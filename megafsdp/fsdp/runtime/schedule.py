@@ -25,8 +25,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.comm.trace import read_environment
 from megafsdp.device.profiling import profiler_range

@@ -90,7 +90,7 @@ def test_a_pool_is_registered_with_its_block_in_it(device: Device) -> None:
 
 
 def test_without_the_librarys_memory_plain_memory_is_registered(device: Device) -> None:
-    """torch refuses NCCL's allocator where no switch can multicast."""
+    """Torch refuses NCCL's allocator where no switch can multicast."""
     device.can_multicast = False
     RegisteredPool(device, CPU, 64)
     assert device.events[0] == "pool of torch" and "register pool" in device.events
