@@ -59,11 +59,11 @@ class Part:
 
 PARTS = (
     Part(0, "benchmarks.gpu.machine:run", 55),
-    Part(1, "benchmarks.gpu.marked_tests:run", 75),
-    Part(2, "benchmarks.gpu.adam_kernel:run", 25),
-    Part(3, "benchmarks.gpu.counters:run", 20),
+    Part(1, "benchmarks.gpu.marked_tests:run", 65),
+    Part(2, "benchmarks.gpu.adam_kernel:run", 22),
+    Part(3, "benchmarks.gpu.counters:run", 15),
     Part(4, "benchmarks.gpu.bits:run", 35),
-    Part(5, "benchmarks.gpu.train_step:run", 80),
+    Part(5, "benchmarks.gpu.train_step:run", 98),
     Part(6, "benchmarks.gpu.overlap:run", 20),
     Part(7, "benchmarks.gpu.two_ranks:run", 20),
     Part(8, "benchmarks.gpu.offload:run", 55),

@@ -72,8 +72,8 @@ _FULL = (
     Case("qwen3-0.6b", 2, 4096, alternates=True),
     Case("qwen3-1.7b", 2, 4096, is_compiled=True),
     Case("qwen3-1.7b", 2, 4096),
-    Case("qwen3-0.6b", 2, 4096, is_compiled=True, alternates=True),
     Case("qwen3-0.6b", 2, 4096, alternates=True, has_user_buffers=True),
+    Case("qwen3-0.6b", 2, 4096, is_compiled=True, alternates=True),
 )
 _TINY = (
     Case("qwen3-toy", 1, 16, alternates=True),

@@ -239,13 +239,14 @@ int64_t emulate_matrix(const CodingNames* names, const int64_t* numbers, const c
             std::vector<Thread> threads;
             for (int t = 0; t < kTileThreads; ++t) threads.emplace_back(task, item, t);
             const int lanes = static_cast<int>(task.lanes);
-            for (int t = 0; t < kTileThreads; ++t) {
+            for (int first = 0; first < kTileThreads; first += lanes) {
               for (int i = 0; i < kBlockRows; ++i) {
                 uint32_t maximum = 0;
-                for (int k = t / lanes * lanes; k < (t / lanes + 1) * lanes; ++k) {
+                for (int k = first; k < first + lanes; ++k) {
                   maximum = std::max(maximum, threads[k].maximum(task, i));
                 }
-                threads[t].finish(task, i, maximum);
+                const float factor = threads[first + i % lanes].settle(task, i, maximum);
+                for (int k = first; k < first + lanes; ++k) threads[k].finish(task, i, factor);
               }
             }
           }

@@ -1,11 +1,11 @@
 // One thread's part of scales and codes of blocks along rows, in one pass: a thread loads eight
-// neighbours of some rows, lanes of a warp compare their maxima, and each thread encodes what it
-// has.
+// neighbours of some rows, lanes of a warp compare their maxima, one lane of a block finds the
+// factor of a row, another one that of the next, and each thread encodes what it has.
 //
 //   block of 32, values of a row   0 .. 7   8 .. 15   16 .. 23   24 .. 31
 //   lane                              0        1         2          3
 //
-// The file compiles for the host too, where a test compares the maxima between the two halves.
+// The file compiles for the host too, where a test does between the parts what lanes do.
 #pragma once
 
 #include <cstdint>
@@ -85,31 +85,32 @@ class BlockThread {
 
   // Returns the largest magnitude of one of the rows.
   MEGAFSDP_INLINE uint32_t maximum(const BlockTask& task, int i) const {
-    const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
-    uint32_t largest = 0;
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) {
-      const uint32_t bits = bits_of(values.at[k]) & kMagnitudeMask;
-      largest = bits > largest ? bits : largest;
-    }
-    return largest;
+    LargestOf<Source> largest;
+    largest.note(values_[i]);
+    return largest.of_all(task.dtype);
   }
 
-  // Writes the codes of one of the rows, given the maximum of its block; and the first lane of a
-  // block what the table has of it.
-  MEGAFSDP_INLINE void finish(const BlockTask& task, int i, uint32_t maximum) const {
+  // Returns the factor of the thread's block in one of the rows, of the block's maximum; and writes
+  // what the table has of it. Called by one lane of the block, any.
+  MEGAFSDP_INLINE float settle(const BlockTask& task, int i, uint32_t maximum) const {
     const uint32_t row = row_ + i * step_;
-    if (!is_there_ || row >= task.rows) return;
-    const uint32_t block = col_ / kNeighbours / task.lanes;
-    if (col_ / kNeighbours % task.lanes == 0) {
-      const int64_t place = int64_t{row} * task.blocks_across + block;
+    if (is_there_ && row < task.rows) {
+      const int64_t place = int64_t{row} * task.blocks_across + col_ / kNeighbours / task.lanes;
       write_entry<Element>(task.scaling, maximum, nullptr, task.entries, place);
     }
-    const float factor = encode_factor_of<Element>(task.scaling, maximum, nullptr);
-    Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+    return encode_factor_of<Element>(task.scaling, maximum, nullptr);
+  }
+
+  // Writes the codes of one of the rows, given the factor of its block, which is NaN where a value
+  // is not finite.
+  MEGAFSDP_INLINE void finish(const BlockTask& task, int i, float factor) const {
+    const uint32_t row = row_ + i * step_;
+    if (!is_there_ || row >= task.rows) return;
+    const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+    Neighbours<float> factors;
     MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) values.at[k] = scaled(values.at[k], factor);
-    const CodeVector<Element> codes = encode_values<Element>(values);
+    for (float& each : factors.at) each = factor;
+    const CodeVector<Element> codes = encode_bytes<Element>(values, factors, factor == factor);
     const int64_t first = int64_t{row} * task.cols + col_;
     if (is_whole(task)) {
       store(task.codes, first / kNeighbours, codes);

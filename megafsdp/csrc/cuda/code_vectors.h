@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "../kernels/float16.h"
@@ -71,16 +72,109 @@ MEGAFSDP_INLINE Neighbours<float> read_values(const Neighbours<Source>& values,
   return result;
 }
 
+MEGAFSDP_INLINE void encode_two(float low, float high, Dtype dtype, float* to) {
+  encode(low, dtype, to[0]);
+  encode(high, dtype, to[1]);
+}
+
+// GPUs round two values to bf16 by one instruction, whose NaN has bits of its own.
+MEGAFSDP_INLINE void encode_two(float low, float high, Dtype dtype, uint16_t* to) {
+#if defined(__CUDA_ARCH__)
+  if (dtype == Dtype::kBFloat16) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    memcpy(to, &pair, sizeof pair);
+    return;
+  }
+#endif
+  encode(low, dtype, to[0]);
+  encode(high, dtype, to[1]);
+}
+
 // As read_values(): one branch for all.
 template <typename Out>
 MEGAFSDP_INLINE Neighbours<Out> write_values(const Neighbours<float>& values, Dtype dtype) {
   Neighbours<Out> results;
   visit_reading<Out>({dtype, Dtype::kNone}, [&](const Reading known) {
     MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) encode(values.at[k], known.dtype, results.at[k]);
+    for (int k = 0; k < kNeighbours; k += 2) {
+      encode_two(values.at[k], values.at[k + 1], known.dtype, results.at + k);
+    }
   });
   return results;
 }
+
+// Returns the larger of each two halves.
+MEGAFSDP_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __vmaxu2(a, b);
+#else
+  const uint32_t low_a = a & 0xffff, low_b = b & 0xffff, high_a = a >> 16, high_b = b >> 16;
+  return (low_a > low_b ? low_a : low_b) | (high_a > high_b ? high_a : high_b) << 16;
+#endif
+}
+
+// Largest magnitudes of some vectors, column by column. 16 bits of a magnitude are ordered as its
+// value is, so of those two are compared at once, as they are stored.
+template <typename Source>
+class LargestOf;
+
+template <>
+class LargestOf<float> {
+ public:
+  MEGAFSDP_INLINE void note(const Neighbours<float>& values) {
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      const uint32_t bits = bits_of(values.at[k]) & kMagnitudeMask;
+      bits_[k] = bits > bits_[k] ? bits : bits_[k];
+    }
+  }
+
+  // Returns the bits of the magnitude as a float.
+  MEGAFSDP_INLINE uint32_t of_column(int k, Dtype) const { return bits_[k]; }
+
+  MEGAFSDP_INLINE uint32_t of_all(Dtype) const {
+    uint32_t largest = 0;
+    MEGAFSDP_UNROLL
+    for (uint32_t bits : bits_) largest = bits > largest ? bits : largest;
+    return largest;
+  }
+
+ private:
+  uint32_t bits_[kNeighbours] = {};
+};
+
+template <>
+class LargestOf<uint16_t> {
+ public:
+  MEGAFSDP_INLINE void note(const Neighbours<uint16_t>& values) {
+    constexpr uint32_t kMagnitudes = 0x7fff7fff;
+    uint32_t pairs[kPairs];
+    memcpy(pairs, &values, sizeof values);
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kPairs; ++k) pairs_[k] = larger_halves(pairs_[k], pairs[k] & kMagnitudes);
+  }
+
+  MEGAFSDP_INLINE uint32_t of_column(int k, Dtype dtype) const {
+    return widened(pairs_[k / 2] >> (k % 2 * 16), dtype);
+  }
+
+  MEGAFSDP_INLINE uint32_t of_all(Dtype dtype) const {
+    uint32_t largest = 0;
+    MEGAFSDP_UNROLL
+    for (uint32_t pair : pairs_) largest = larger_halves(largest, pair);
+    return widened(larger_halves(largest, largest >> 16), dtype);
+  }
+
+ private:
+  static constexpr int kPairs = kNeighbours / 2;
+
+  MEGAFSDP_INLINE static uint32_t widened(uint32_t low_half, Dtype dtype) {
+    return bits_of(decoded(static_cast<uint16_t>(low_half), dtype));
+  }
+
+  uint32_t pairs_[kPairs] = {};
+};
 
 // Returns the value to encode: NaN for what is not finite, which times zero is no zero. A GPU has
 // more room for these three operations than for bit patterns and selects; a zero keeps its sign.
@@ -96,18 +190,17 @@ MEGAFSDP_INLINE uint32_t code_by_chance(float value, float noise) {
   return E2M1::encode_stochastically(value, noise);
 }
 
+// Returns the codes of two numbers, neither of which is NaN.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 template <typename Element>
-MEGAFSDP_INLINE uint32_t encode_pair(float low, float high) {
+MEGAFSDP_INLINE uint32_t encode_numbers(float low, float high) {
   uint16_t codes;
   if constexpr (std::is_same_v<Element, E4M3>) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   } else {
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   }
-  const uint32_t of_low = low != low ? 0x7fu : codes & 0xffu;
-  const uint32_t of_high = high != high ? 0x7fu : codes >> 8;
-  return of_low | of_high << 8;
+  return codes;
 }
 
 template <typename Element>
@@ -125,7 +218,7 @@ MEGAFSDP_INLINE void decode_pair(uint32_t codes, float& low, float& high) {
 }
 #else
 template <typename Element>
-MEGAFSDP_INLINE uint32_t encode_pair(float low, float high) {
+MEGAFSDP_INLINE uint32_t encode_numbers(float low, float high) {
   return code_of<Element>(low) | code_of<Element>(high) << 8;
 }
 
@@ -135,6 +228,14 @@ MEGAFSDP_INLINE void decode_pair(uint32_t codes, float& low, float& high) {
   high = Element::decode(codes >> 8);
 }
 #endif
+
+template <typename Element>
+MEGAFSDP_INLINE uint32_t encode_pair(float low, float high) {
+  const uint32_t codes = encode_numbers<Element>(low, high);
+  const uint32_t of_low = low != low ? 0x7fu : codes & 0xffu;
+  const uint32_t of_high = high != high ? 0x7fu : codes >> 8;
+  return of_low | of_high << 8;
+}
 
 // Returns the codes of values that are scaled.
 template <typename Element>
@@ -154,6 +255,29 @@ MEGAFSDP_INLINE CodeVector<Element> encode_values(const Neighbours<float>& value
   return codes;
 }
 
+// Returns the codes of bytes of values that a factor each has yet to scale. are_finite says that
+// values and factors are: then nothing is NaN, and half of the operations are left.
+template <typename Element>
+MEGAFSDP_INLINE CodeVector<Element> encode_bytes(Neighbours<float> values,
+                                                 const Neighbours<float>& factors,
+                                                 bool are_finite) {
+  static_assert(Element::kCodesPerByte == 1, "of 8 bits");
+  if (!are_finite) {
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) values.at[k] = scaled(values.at[k], factors.at[k]);
+    return encode_values<Element>(values);
+  }
+  uint16_t pairs[kNeighbours / 2];
+  MEGAFSDP_UNROLL
+  for (int k = 0; k < kNeighbours; k += 2) {
+    pairs[k / 2] = static_cast<uint16_t>(encode_numbers<Element>(
+        values.at[k] * factors.at[k], values.at[k + 1] * factors.at[k + 1]));
+  }
+  CodeVector<Element> codes;
+  memcpy(&codes, pairs, sizeof codes);
+  return codes;
+}
+
 // As encode_values(), rounded by noise.
 MEGAFSDP_INLINE CodeVector<E2M1> encode_values_stochastically(const Neighbours<float>& values,
                                                               const Neighbours<float>& noise) {
@@ -170,14 +294,31 @@ MEGAFSDP_INLINE CodeVector<E2M1> encode_values_stochastically(const Neighbours<f
 template <typename Element>
 MEGAFSDP_INLINE Neighbours<float> decode_values(const CodeVector<Element>& codes) {
   Neighbours<float> values;
-  MEGAFSDP_UNROLL
-  for (int k = 0; k < kNeighbours; k += 2) {
-    if constexpr (Element::kCodesPerByte == 1) {
+  if constexpr (Element::kCodesPerByte == 1) {
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; k += 2) {
       const uint32_t pair = codes.at[k] | static_cast<uint32_t>(codes.at[k + 1]) << 8;
       decode_pair<Element>(pair, values.at[k], values.at[k + 1]);
-    } else {
-      values.at[k] = Element::decode(codes.at[k / 2] & 0xf);
-      values.at[k + 1] = Element::decode(codes.at[k / 2] >> 4);
+    }
+  } else {
+    // The bits of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 lie in the two high bytes of a float: a lookup of
+    // bytes finds them for four codes at once.
+    constexpr uint32_t kLow03 = 0xc0800000, kLow47 = 0xc0804000;
+    constexpr uint32_t kHigh03 = 0x3f3f3f00, kHigh47 = 0x40404040;
+    constexpr uint32_t kSign = 1u << 31, kMagnitudes = 0x7777;
+    uint32_t word;
+    memcpy(&word, &codes, sizeof word);
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; k += 4) {
+      const uint32_t four = word >> 4 * k;
+      const uint32_t low = pick_bytes(kLow03, kLow47, four & kMagnitudes);
+      const uint32_t high = pick_bytes(kHigh03, kHigh47, four & kMagnitudes);
+      const uint32_t pairs[2] = {pick_bytes(low, high, 0x5140), pick_bytes(low, high, 0x7362)};
+      MEGAFSDP_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t bits = j % 2 == 0 ? pairs[j / 2] << 16 : pairs[j / 2] & 0xffff0000;
+        values.at[k + j] = float_of(bits | (four << (28 - 4 * j) & kSign));
+      }
     }
   }
   return values;

@@ -58,19 +58,14 @@ class EncodeTransposedThread {
   MEGAFSDP_INLINE void note_maxima(const EncodeTransposedTask& task,
                                    EncodeTransposedShared& shared) const {
     if (task.maximum != nullptr) return;
-    uint32_t largest[kNeighbours] = {};
+    LargestOf<Source> largest;
     MEGAFSDP_UNROLL
-    for (uint32_t i = 0; i < kRowsOfWord; ++i) {
-      const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
-      MEGAFSDP_UNROLL
-      for (int k = 0; k < kNeighbours; ++k) {
-        const uint32_t bits = bits_of(values.at[k]) & kMagnitudeMask;
-        largest[k] = bits > largest[k] ? bits : largest[k];
-      }
-    }
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) largest.note(values_[i]);
     uint32_t* const maxima = shared.maxima + first_factor(task);
     MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) raise_shared(maxima + k, largest[k]);
+    for (int k = 0; k < kNeighbours; ++k) {
+      raise_shared(maxima + k, largest.of_column(k, task.dtype));
+    }
   }
 
   // Computes the factors that the block of threads shares, and writes what the table has of blocks.
@@ -94,12 +89,21 @@ class EncodeTransposedThread {
                                       EncodeTransposedShared& shared) const {
     Vector<uint8_t, kNeighbours> rows[kRowsOfWord];
     const auto factors = load<Neighbours<float>>(shared.factors + first_factor(task), 0);
+    // The factor of a block is NaN where a value is not finite; a given maximum says nothing of it.
+    LargestOf<float> largest_factor;
+    largest_factor.note(factors);
+    uint32_t largest = largest_factor.of_all(Dtype::kFloat32);
+    if (task.maximum != nullptr) {
+      LargestOf<Source> largest_value;
+      MEGAFSDP_UNROLL
+      for (uint32_t i = 0; i < kRowsOfWord; ++i) largest_value.note(values_[i]);
+      const uint32_t of_values = largest_value.of_all(task.dtype);
+      largest = of_values > largest ? of_values : largest;
+    }
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) {
-      Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
-      MEGAFSDP_UNROLL
-      for (int k = 0; k < kNeighbours; ++k) values.at[k] = scaled(values.at[k], factors.at[k]);
-      rows[i] = encode_values<Element>(values);
+      const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+      rows[i] = encode_bytes<Element>(values, factors, largest < kInfinityBits);
       if (task.codes != nullptr) store_row(task, i, rows[i]);
     }
     if (task.transposed != nullptr) share_codes(rows, static_cast<int>(thread_), shared.codes);

@@ -78,21 +78,6 @@ MEGAFSDP_INLINE TransposeBlock transpose_block(const TransposeGrid& grid, int64_
   return {offset, down * kTransposeRows, across * block_cols};
 }
 
-#if defined(__CUDA_ARCH__)
-MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
-  return __byte_perm(low, high, places);
-}
-#else
-MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
-  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
-  uint32_t picked = 0;
-  for (int i = 0; i < 4; ++i) {
-    picked |= static_cast<uint32_t>(bytes >> 8 * (places >> 4 * i & 7) & 0xff) << 8 * i;
-  }
-  return picked;
-}
-#endif
-
 // Turns the codes of four rows into words of columns.
 template <int kWidth>
 MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWord], int thread,

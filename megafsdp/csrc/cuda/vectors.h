@@ -112,4 +112,21 @@ MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
 }
 #endif
 
+// Returns four bytes of eight: the low three bits of each of the low four hexadecimal digits of
+// places choose one.
+#if defined(__CUDA_ARCH__)
+MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
+  return __byte_perm(low, high, places);
+}
+#else
+MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) {
+    picked |= static_cast<uint32_t>(bytes >> 8 * (places >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return picked;
+}
+#endif
+
 }  // namespace megafsdp
