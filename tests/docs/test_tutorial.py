@@ -57,7 +57,7 @@ def _losses_of_one_process(folder: Path, num_steps: int) -> dict[int, float]:
     names = runpy.run_path(str(folder / "model.py"))
     torch.manual_seed(0)
     model: nn.Module = names["ByteModel"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = {}
     for step in range(1, num_steps + 1):
         rows: Tensor = names["batch"](step)
@@ -85,8 +85,9 @@ def test_the_tutorial_goes_from_2_ranks_to_3_and_to_plain_torch(
         assert _rows("".join(printed)) == _rows(shown)
         assert list(_losses(printed[0])) == list(_losses(shown))
         losses |= _losses(printed[0])
-        # Libraries and processors round apart, and steps of Adam multiply that.
-        torch.testing.assert_close(_losses(printed[0]), _losses(shown), rtol=0.05, atol=0.02)
+        # Libraries and processors round apart, and steps of Adam multiply that: weights that differ
+        # by 1e-5 lose 1e-3 of the last step's loss at this learning rate.
+        torch.testing.assert_close(_losses(printed[0]), _losses(shown), rtol=0.01, atol=1e-3)
     expected = _losses_of_one_process(tmp_path, 60)
     # Printed with three decimals; sums of three ranks are of another order.
     expected = {step: expected[step] for step in losses}
