@@ -58,19 +58,19 @@ class Part:
 
 
 PARTS = (
-    Part(0, "benchmarks.gpu.machine:run", 55),
-    Part(1, "benchmarks.gpu.marked_tests:run", 65),
-    Part(2, "benchmarks.gpu.adam_kernel:run", 22),
-    Part(3, "benchmarks.gpu.counters:run", 15),
-    Part(4, "benchmarks.gpu.bits:run", 35),
-    Part(5, "benchmarks.gpu.train_step:run", 98),
+    Part(0, "benchmarks.gpu.machine:run", 48),
+    Part(1, "benchmarks.gpu.marked_tests:run", 50),
+    Part(2, "benchmarks.gpu.adam_kernel:run", 20),
+    Part(3, "benchmarks.gpu.counters:run", 14),
+    Part(4, "benchmarks.gpu.bits:run", 28),
+    Part(5, "benchmarks.gpu.train_step:run", 108),
     Part(6, "benchmarks.gpu.overlap:run", 20),
-    Part(7, "benchmarks.gpu.two_ranks:run", 20),
-    Part(8, "benchmarks.gpu.offload:run", 55),
-    Part(9, "benchmarks.gpu.checkpoint:run", 20),
-    Part(10, "benchmarks.gpu.graphs:run", 20),
-    Part(11, "benchmarks.gpu.quantize_kernels:run", 15),
-    Part(12, "benchmarks.gpu.recipe_step:run", 40),
+    Part(7, "benchmarks.gpu.two_ranks:run", 24),
+    Part(8, "benchmarks.gpu.offload:run", 62),
+    Part(9, "benchmarks.gpu.checkpoint:run", 22),
+    Part(10, "benchmarks.gpu.graphs:run", 28),
+    Part(11, "benchmarks.gpu.quantize_kernels:run", 13),
+    Part(12, "benchmarks.gpu.recipe_step:run", 43),
 )
 
 

@@ -70,21 +70,22 @@ _SHOWN_FAILURES = 20
 
 
 def run(size: Size, report: Report) -> None:
-    """Run the tests in several processes, beside them memcheck if it is there."""
+    """Run the tests in several processes, beside them memcheck of each of its files."""
     command = [sys.executable, *PYTEST, "-v", "--timeout=60"]
     if size.is_rehearsal:
         command[3:3] = ["-p", "benchmarks.gpu.absent"]
     num_groups = size.either(_NUM_GROUPS, 1)
     groups = [FILES[i::num_groups] for i in range(num_groups)]
-    with ThreadPoolExecutor(num_groups + 1) as pool:
-        memcheck = pool.submit(_run_memcheck, size, report)
+    with ThreadPoolExecutor(num_groups + len(_SANITIZED_FILES)) as pool:
+        checks = [pool.submit(_run_memcheck, size, report, path) for path in _SANITIZED_FILES]
         found = list(
             pool.map(
                 lambda i: _run_tests([*command, *groups[i]], report, f"tests {i}"),
                 range(num_groups),
             )
         )
-        memcheck.result()
+        for check in checks:
+            check.result()
     failures = [test for _, failed, _ in found for test in failed]
     is_met = not failures and not any(code for _, _, code in found)
     report.check("no test failed", is_met, failures[:_SHOWN_FAILURES])
@@ -94,15 +95,16 @@ def run(size: Size, report: Report) -> None:
     report.check(f"tests {wanted.lower()}", num_wanted > 0, num_wanted)
 
 
-def _run_memcheck(size: Size, report: Report) -> None:
+def _run_memcheck(size: Size, report: Report, path: str) -> None:
+    name = f"memcheck of {path}"
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or size.is_rehearsal:
-        report.figure("memcheck", "not available")
+        report.figure(name, "not available")
         return
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "99", sys.executable, *PYTEST]
-    command += ["-v", "--timeout=60", "-k", _SANITIZED, *_SANITIZED_FILES]
-    counts, failures, code = _run_tests(command, report, "memcheck")
-    report.check("memcheck found nothing", code == 0 and counts["PASSED"] > 0, failures)
+    command += ["-v", "--timeout=60", "-k", _SANITIZED, path]
+    counts, failures, code = _run_tests(command, report, name)
+    report.check(f"{name} found nothing", code == 0 and counts["PASSED"] > 0, failures)
 
 
 def _run_tests(

@@ -53,6 +53,7 @@ def run(size: Size, report: Report) -> None:
             difference = (losses - wanted[: len(losses)]).abs().max().item()
             is_met = difference <= LOSS_TOLERANCE and bool(losses.unique().numel() > 1)
             report.check(f"{what}: losses", is_met, f"differ by {difference:.1e}")
+            report.figure(f"{what}: losses", losses.tolist())
             exposed = (median_ms - base_ms) / base_ms
             report.figure(f"{what}: exposed, of a step", exposed)
             if name == AHEAD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -39,12 +40,16 @@ class Size:
 class Report:
     """Figures and checks, each written as soon as it is known, by any process of the part.
 
+    Checks have the seconds since this was made as ``at_s``: where a part's time goes.
+
     Args:
         path: A file of JSON lines that is appended to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # By the clock, which processes share.
+        self._begin_s = time.time()
 
     def figure(self, name: str, value: object) -> None:
         """Report a figure, or a table of them; the last of a name counts."""
@@ -52,8 +57,7 @@ class Report:
 
     def check(self, name: str, is_met: bool, detail: object = "") -> None:
         """Report whether something is right."""
-        entry = {"check": name, "is_met": bool(is_met), "is_speed": False, "detail": str(detail)}
-        self._write(entry)
+        self._write_check(name, is_met, is_speed=False, detail=str(detail))
 
     def mark(
         self, name: str, got: float, *, at_least: float | None = None, at_most: float | None = None
@@ -62,7 +66,11 @@ class Report:
         is_met = (at_least is None or got >= at_least) and (at_most is None or got <= at_most)
         wanted = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
         detail = f"{got:.3f}, wanted {wanted}"
-        self._write({"check": name, "is_met": is_met, "is_speed": True, "detail": detail})
+        self._write_check(name, is_met, is_speed=True, detail=detail)
+
+    def _write_check(self, name: str, is_met: bool, *, is_speed: bool, detail: str) -> None:
+        entry = {"check": name, "is_met": bool(is_met), "is_speed": is_speed, "detail": detail}
+        self._write(entry | {"at_s": round(time.time() - self._begin_s, 1)})
 
     def _write(self, entry: dict[str, object]) -> None:
         with self.path.open("a") as stream:

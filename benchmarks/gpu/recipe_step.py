@@ -83,7 +83,7 @@ class Side:
 
 def run(size: Size, report: Report) -> None:
     """Measure eager layers, then compiled ones."""
-    full = dataclasses.replace(presets["qwen3-1.7b"], num_layers=6, vocab_size=8192)
+    full = dataclasses.replace(presets["qwen3-1.7b"], num_layers=4, vocab_size=8192)
     config = size.either(full, presets["qwen3-toy"])
     batch, sequence = size.either((4, 4096), (1, 16))
     generator = torch.Generator().manual_seed(1)
