@@ -72,6 +72,7 @@ def test_speed_counts_but_in_a_rehearsal(tmp_path: Path) -> None:
         assert _run(tmp_path, _part("works"), rehearse=rehearse)[0] == code
         (line,) = _run(tmp_path, _part("works"), rehearse=rehearse)[1]
         assert line["status"] == status and [c["is_met"] for c in line["checks"]] == [True, False]
+        assert all(0.0 <= check["at_s"] <= line["seconds"] for check in line["checks"])
     code, (line,) = _run(tmp_path, _part("is_wrong"), rehearse=True)
     assert code == 1 and line["status"] == "missed a mark"
     assert line["checks"][0]["detail"] == "1 is not 2"

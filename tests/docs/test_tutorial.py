@@ -86,7 +86,7 @@ def test_the_tutorial_goes_from_2_ranks_to_3_and_to_plain_torch(
         assert list(_losses(printed[0])) == list(_losses(shown))
         losses |= _losses(printed[0])
         # Libraries and processors round apart, and steps of Adam multiply that: weights that differ
-        # by 1e-5 lose 1e-3 of the last step's loss at this learning rate.
+        # by 1e-5 change the last step's loss by 1e-3 of it at this learning rate.
         torch.testing.assert_close(_losses(printed[0]), _losses(shown), rtol=0.01, atol=1e-3)
     expected = _losses_of_one_process(tmp_path, 60)
     # Printed with three decimals; sums of three ranks are of another order.
