@@ -372,6 +372,8 @@ def test_blocks_of_special_values_have_the_bits_of_the_formula(
         coding = form.coding(along=along)
         values = values_of((160, 256), FP32)
         values[32:64, 64:96] = special
+        values[:128, 200:208] = special
+        values[140, :128] = special
         wanted = formula(coding, values)
         found = form.quantize(place.put(values).view(values.shape), along=along)
         assert same_bits(found.codes, wanted.codes)

@@ -102,7 +102,8 @@ MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWo
   }
 }
 
-// Writes the rows of the transpose from what the block shares, sixteen codes at a time.
+// Writes the rows of the transpose from what the block shares, sixteen codes at a time. is_aligned
+// says that they may be stored at once, and that their number divides grid.rows.
 template <int kCodesPerByte, int kWidth>
 MEGAFSDP_INLINE void write_transposed(const TransposeGrid& grid, const TransposeBlock& block,
                                       bool is_aligned, int thread,
@@ -117,20 +118,19 @@ MEGAFSDP_INLINE void write_transposed(const TransposeGrid& grid, const Transpose
     const auto codes = load<Vector<uint8_t, kCodesOfStore>>(
         shared.words + place_of_word<kWidth>(col, first / kRowsOfWord), 0);
     const int64_t at = block.matrix_offset + int64_t{block.col + col} * grid.rows + row;
-    const uint32_t left = grid.rows - row;
     Vector<uint8_t, kCodesOfStore / kCodesPerByte> bytes;
     MEGAFSDP_UNROLL
     for (uint32_t k = 0; k < kCodesOfStore; k += kCodesPerByte) {
       const uint32_t pair = kCodesPerByte == 1 ? 0 : codes.at[k + kCodesPerByte - 1] << 4;
       bytes.at[k / kCodesPerByte] = static_cast<uint8_t>(codes.at[k] | pair);
     }
-    if (is_aligned && left >= kCodesOfStore) {
+    if (is_aligned) {
       store(out, at / kCodesOfStore, bytes);
       continue;
     }
     MEGAFSDP_UNROLL
     for (uint32_t k = 0; k < kCodesOfStore; k += kCodesPerByte) {
-      if (k < left) out[(at + k) / kCodesPerByte] = bytes.at[k / kCodesPerByte];
+      if (row + k < grid.rows) out[(at + k) / kCodesPerByte] = bytes.at[k / kCodesPerByte];
     }
   }
 }
