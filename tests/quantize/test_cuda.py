@@ -466,9 +466,10 @@ def test_codes_are_transposed_on_their_way(
 
 
 def test_codes_are_transposed_by_a_given_maximum(place: Place) -> None:
-    """That of earlier steps: larger values are clamped."""
+    """That of earlier steps: larger values are clamped, and those that are not finite are NaN."""
     coding, shape = input_formats.TENSOR_E4M3.coding(along=ALONG_TOKENS), (144, 80)
     values, maximum = values_of(shape, BF16), torch.tensor([1.5])
+    values[1, 2:5] = torch.tensor([math.inf, -math.inf, math.nan])
     wanted = torch.empty(values.numel(), dtype=torch.uint8)
     bits = maximum.view(torch.int32)
     encode_in_torch(coding, Fragment(values.flatten(), shape, 0), bits, wanted, None)
@@ -476,7 +477,7 @@ def test_codes_are_transposed_by_a_given_maximum(place: Place) -> None:
     _, transposed, table = kernels.quantize_transposed(coding, there, place.put(maximum))
     assert same_bits(transposed, _transposed(wanted.view(shape), E4M3))
     assert table.view(FP32).item() == 1 / (torch.tensor(448.0) / 1.5)
-    assert (wanted == 0x7E).any()
+    assert (wanted == 0x7E).any() and (wanted == 0x7F).sum() == 3
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
