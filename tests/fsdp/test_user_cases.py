@@ -525,12 +525,29 @@ class Named(dict):
         return self[name]
 
 
+class Output(dict):
+    """What a model returns; like those of transformers it refuses update()."""
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        """Refuse."""
+        raise TypeError("no update()")
+
+
 class Labelled(list):
     """A list that knows what it is."""
 
     def __init__(self, items: list[torch.Tensor], label: str) -> None:
         super().__init__(items)
         self.label = label
+
+
+def test_outputs_that_refuse_update_are_replaced_entry_by_entry() -> None:
+    """Casting an output changes its tensors alone, in an object of its own."""
+    x = torch.ones(2)
+    given = Output(loss=x, cache=None)
+    changed = map_tensors(given, lambda t: t.to(torch.bfloat16))
+    assert type(changed) is Output and list(changed) == ["loss", "cache"]
+    assert changed["loss"].dtype == torch.bfloat16 and given["loss"] is x
 
 
 @pytest.mark.parametrize("kind", ["dict", "list"])

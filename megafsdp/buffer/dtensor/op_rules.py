@@ -353,6 +353,7 @@ if IS_DISPATCH_BYPASSED:
 def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operation on local tensors and wrap what comes out."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
+    args = _cut_whole_operands(func, args, kwargs)
     if not lists or not _are_cut_alike(lists):
         everything = [_leaves_of((*args, *kwargs.values()))]
         for operands in zip(*lists, strict=False) if lists else everything:
@@ -435,6 +436,33 @@ def _map_operands(
         return change(arg)
 
     return tuple(map(changed, args)), {name: changed(arg) for name, arg in kwargs.items()}
+
+
+def _cut_whole_operands(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments with this rank's rows of those that every rank has whole.
+
+    Autograd expands the gradient of a statistic to a replicated DTensor of the whole shape.
+    """
+    if not any(type(arg) is DTensor and arg.ndim for arg in args):
+        return args
+    # Of what is written, a copy would be.
+    if not isinstance(args[0], RowShardedDTensor) and (
+        not isinstance(func, OpOverload) or _places_written(func)
+    ):
+        return args
+    like = _uneven_leaves(args, kwargs)[0]
+    layout = like._uneven_layout
+
+    def cut(arg: object) -> object:
+        if type(arg) is not DTensor or tuple(arg.shape) != layout.shape:
+            return arg
+        if not all(p.is_replicate() for p in arg.placements):
+            return arg
+        return type(like).wrap(layout.rows_of(local_of(arg)), spec_of(like), layout)
+
+    return tuple(map(cut, args))
 
 
 def _local_operand(value: object) -> object:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.comm.collectives import require_equal
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
-from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout, whole
+from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.mesh.torch_private import local_of
 
 # In place, on every element by itself; torch tags none of them pointwise.
@@ -54,11 +54,7 @@ def draw_rows(
     rows = local_of(tensor)
     shape = rows.shape if layout is None else layout.shape
     drawn = draw(torch.empty(shape, dtype=dtype, device=rows.device))
-    if layout is None:
-        return drawn
-    everything = whole(layout.shape)
-    pieces = [drawn[region.slices_in(everything)].reshape(-1) for region in layout.regions()]
-    return torch.cat([drawn.new_empty(0), *pieces]).view(rows.shape)
+    return drawn if layout is None else layout.rows_of(drawn)
 
 
 def write_rows(target: DTensor, rows: torch.Tensor) -> None:

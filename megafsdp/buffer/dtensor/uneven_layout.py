@@ -3,7 +3,7 @@
 An :class:`UnevenLayout` describes an uneven DTensor without its elements: a part of the global
 tensor (all of it, or what a rank of a model axis has), and how that part lies in an equally sharded
 sub-buffer. Every rank computes every rank's range from it, so checkpoints and full tensors
-need no exchange of metadata. Pure arithmetic; what a :class:`Region` has on disk is a chunk of
+need no exchange of metadata. Local arithmetic; what a :class:`Region` has on disk is a chunk of
 checkpoint/format.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import torch
 
 from megafsdp.mesh.model_part import ModelPart
 
@@ -174,6 +176,13 @@ class UnevenLayout:
         if self.part.is_whole:
             return regions
         return [moved for region in regions for moved in _in_whole(region, self.part)]
+
+    def rows_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's rows of a whole tensor, in their local shape."""
+        everything = whole(self.shape)
+        # By region, not by flat range: a tensor-parallel part is no contiguous range of the whole.
+        pieces = [full[region.slices_in(everything)].reshape(-1) for region in self.regions()]
+        return torch.cat([full.new_empty(0), *pieces]).view(self.local_shape())
 
     def row(self, index: int) -> tuple[int, UnevenLayout]:
         """Return where row ``index`` starts in the local tensor, and how it lies over the shards.

@@ -172,6 +172,12 @@ class GradientReducer:
         """Return whether a reduction is under way."""
         return self._reduction is not None
 
+    def drop_frozen(self) -> None:
+        """Drop gradients of parameters frozen since their forward, as autograd does; local."""
+        for unsharded, sharded in zip(self._parameters, self.main_grad.parameters, strict=True):
+            if not sharded.requires_grad:
+                unsharded.grad = None
+
     def accumulate(self) -> None:
         """Add this backward's gradients to a local buffer of the main gradient's dtype; local."""
         buffer = self._accumulated

@@ -133,7 +133,7 @@ class MainGradient:
         rows: LocalRows,
         new_buffer: Callable[[], DBuffer],
     ) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._rows = rows
         self._new_buffer = new_buffer
         self.listener: EarlyStepListener | None = None
@@ -168,7 +168,7 @@ class MainGradient:
         Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
         old gradients stay valid.
         """
-        grads = [p.grad for p in self._parameters]
+        grads = [p.grad for p in self.parameters]
         self._follow_user(grads)
         is_empty = self._states.count(_GradState.EMPTY) == len(grads) and not [
             g for g in grads if g is not None
@@ -206,9 +206,9 @@ class MainGradient:
             optimizer_may_start: Whether the user said that the optimizer's step comes next.
         """
         self._optimizer_may_start = optimizer_may_start
-        for i, parameter in enumerate(self._parameters):
-            if not parameter.requires_grad:
-                continue
+        for i, parameter in enumerate(self.parameters):
+            if not (parameter.requires_grad or used[i]):
+                continue  # A gradient of before it was frozen is shown.
             if used[i] or self._states[i] is _GradState.PUBLISHED:
                 self._publish(i)
             else:
@@ -246,7 +246,7 @@ class MainGradient:
         return reference is not None and reference() is grad
 
     def _publish(self, index: int) -> None:
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         shown = parameter.grad
         if shown is None or not self._is_published(index, shown):
             buffer = self._unpublished
@@ -271,7 +271,7 @@ class MainGradient:
     def _new_wrappers(self, flat: torch.Tensor) -> list[Callable[[torch.Tensor], DTensor]]:
         """Return what wraps each parameter's rows of a buffer as its gradient."""
         wrappers = []
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             assert isinstance(parameter, DTensor), "parameters are sharded or replicated"
             is_uneven = isinstance(parameter, UnevenDTensor)
             cls = _UnevenFlatGradient if is_uneven else _ReplicatedFlatGradient

@@ -6,7 +6,8 @@ neither changes a gradient. Hooks on parameters are not used: autograd calls non
 that is frozen, detached or unused.
 
 Inputs and outputs are found in what a forward takes and returns: lists, tuples, named tuples, dicts
-and dataclasses are walked; anything else is left as it is.
+and dataclasses are walked; anything else is left as it is. A unit stays gathered until the end of
+backward after an output in which no tensor is found.
 """
 
 from __future__ import annotations
@@ -108,15 +109,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
             return copied
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
-        changed = {k: map_tensors(v, function) for k, v in tree.items()}
-        if all(changed[k] is tree[k] for k in tree):
-            return tree
-        # A subclass's copy() may return a plain dict; copy.copy() keeps class and attributes.
-        own = tree.copy()
-        if type(own) is not type(tree):
-            own = copy.copy(tree)
-        own.update(changed)
-        return own
+        return _map_dict(tree, function)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
         mapped = {name: map_tensors(value, function) for name, value in fields.items()}
@@ -124,6 +117,22 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
             return tree
         return dataclasses.replace(tree, **mapped)
     return tree
+
+
+def _map_dict(
+    tree: dict[Any, Any], function: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[Any, Any]:
+    changed = {k: map_tensors(v, function) for k, v in tree.items()}
+    if all(changed[k] is tree[k] for k in tree):
+        return tree
+    # A subclass's copy() may return a plain dict; copy.copy() keeps class and attributes.
+    own = tree.copy()
+    if type(own) is not type(tree):
+        own = copy.copy(tree)
+    # One by one: a ModelOutput of transformers refuses update().
+    for key, value in changed.items():
+        own[key] = value
+    return own
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:

@@ -435,9 +435,10 @@ class FSDPContext:
             unit.leave_backward()
             options = unit.options
             for group in unit.groups:
+                gradients = group.gradients
+                gradients.drop_frozen()
                 if not group.is_trainable:
                     continue
-                gradients = group.gradients
                 is_deferred = gradients.defers and not self.is_last_microbatch
                 if is_deferred or not options.requires_gradient_sync:
                     gradients.accumulate()

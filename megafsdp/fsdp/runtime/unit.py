@@ -389,8 +389,9 @@ class FSDPUnit:
         if self._phase is Phase.FORWARD:
             self.phase = Phase.RESTING
         self.show_sharded()
-        self._end_run(is_reserved=is_reserved)
-        self._watch_outputs(token, output)
+        # Backward of an output in which no tensor is found reads the storage without our knowledge.
+        is_watched = self._watch_outputs(token, output)
+        self._end_run(is_reserved=is_reserved or not is_watched)
         return output
 
     def _end_run(self, *, is_reserved: bool) -> None:
@@ -405,12 +406,14 @@ class FSDPUnit:
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
 
-    def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
-        """Have backward begin at the outputs of a module."""
+    def _watch_outputs(self, token: ForwardToken | None, output: Any) -> bool:
+        """Have backward begin at the outputs of a module; return whether any tensor was found."""
+        tensors = tensors_of(output)
         if torch.is_grad_enabled():
             hook = BackwardHook(self, token)
-            for tensor in tensors_of(output):
+            for tensor in tensors:
                 hook.watch(tensor)
+        return bool(tensors)
 
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.options.reshard_after_forward

@@ -13,7 +13,7 @@ from torch import nn
 from megafsdp import MixedPrecisionPolicy
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.fsdp.params.main_gradient import FlatGradient
-from tests.fsdp.toy import batches, mine, pair
+from tests.fsdp.toy import assert_same_grads, batches, mine, pair
 from tests.ranks import Ranks
 
 
@@ -103,3 +103,31 @@ def _freezes_between(strategy: str) -> None:
 def test_a_parameter_frozen_after_its_forward_gets_no_gradient(ranks: Ranks, strategy: str) -> None:
     """As in plain torch, and the next forward finds it trainable again."""
     ranks(2).run(_freezes_between, strategy)
+
+
+def _freezes_before_a_microbatch(strategy: str, is_whole_unit: bool, has_sync: bool) -> None:
+    twin, net = pair(strategy=strategy)
+    for step, batch in enumerate(batches(3)):
+        net.set_requires_gradient_sync(has_sync or step > 0)
+        # After the forward of the second of three microbatches, until its backward is done.
+        for model, inputs in ((twin, batch), (net, mine(batch))):
+            block = model.blocks[0]
+            frozen = list(block.parameters()) if is_whole_unit else [block.up.weight]
+            loss = model(*inputs)
+            for parameter in frozen:
+                parameter.requires_grad_(step != 1)
+            loss.backward()
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+        if has_sync or step > 0:
+            assert_same_grads(net, twin)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+@pytest.mark.parametrize("is_whole_unit", [True, False])
+@pytest.mark.parametrize("has_sync", [True, False])
+def test_a_parameter_frozen_between_microbatches_keeps_its_gradient(
+    ranks: Ranks, strategy: str, is_whole_unit: bool, has_sync: bool
+) -> None:
+    """That of before; what backward makes of it while it is frozen is dropped."""
+    ranks(2).run(_freezes_before_a_microbatch, strategy, is_whole_unit, has_sync)

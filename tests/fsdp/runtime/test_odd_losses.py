@@ -23,6 +23,7 @@ from megafsdp import (
     register_fsdp_forward_method,
     summon_full_params,
 )
+from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
@@ -135,7 +136,7 @@ WAYS = [
     *itertools.product([(_HidesItsOutput, _of_object, False)], STRATEGIES),
     *itertools.product([(_GoesBackInForward, _of_itself, False)], STRATEGIES),
     *itertools.product([(_SkipsTheLast, _of_loss, True)], STRATEGIES),
-    *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], KEPT),
+    *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], STRATEGIES),
     *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),
 ]
 
@@ -149,12 +150,22 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
 
 
-def _regularised(strategy: str, is_before: bool) -> None:
+def _of_own_rows(p: torch.Tensor) -> torch.Tensor:
+    return (p.to_local() if isinstance(p, DTensor) else p).square().sum()
+
+
+def _of_all_rows(p: torch.Tensor) -> torch.Tensor:
+    total = p.square().sum() + p.abs().mean() + 0.3 * p.norm()
+    return total.full_tensor() if isinstance(total, DTensor) else total
+
+
+def _regularised(
+    strategy: str, is_before: bool, of_one: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     reference, net = pair(num_blocks=1, strategy=strategy)
 
     def penalty(model: nn.Module) -> torch.Tensor:
-        locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
-        return sum((p.square().sum() for p in locals_), torch.zeros(()))
+        return sum((of_one(p) for p in model.parameters()), torch.zeros(()))
 
     for batch in batches(2):
         (reference(*batch) + penalty(reference)).backward()
@@ -168,11 +179,14 @@ def _regularised(strategy: str, is_before: bool) -> None:
 
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("of_one", [_of_own_rows, _of_all_rows])
 def test_losses_of_the_parameters_themselves_add_to_the_models(
-    ranks: Ranks, strategy: str, is_before: bool
+    ranks: Ranks, of_one: Callable[[torch.Tensor], torch.Tensor], strategy: str, is_before: bool
 ) -> None:
     """Autograd gives theirs at any moment of backward, also while a reduction is under way."""
-    ranks(2).run(_regularised, strategy, is_before)
+    if of_one is _of_all_rows and IS_DISPATCH_BYPASSED:
+        pytest.skip("torch 2.11 cuts what autograd makes by itself; there it is refused")
+    ranks(2).run(_regularised, strategy, is_before, of_one)
 
 
 class _Writer(Net):
