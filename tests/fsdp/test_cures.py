@@ -54,6 +54,10 @@ def _operations(strategy: str) -> None:
         lambda: weight.reshape(-1, 2),
     ):
         _refused(call, "unevenly sharded", *gathers)
+    # A norm multiplies by its weight; where no graph is made, it is rather an optimizer.
+    _refused(lambda: x * block.norm.weight, "operands cut like the first", *gathers)
+    with torch.no_grad():
+        _refused(lambda: weight.mul_(torch.ones(5 * WIDTH, WIDTH)), "copy_from_full_()")
     # A gradient is of no unit to be gathered.
     _refused(lambda: weight.grad.view(-1), "Call full_tensor() first")
     _refused(lambda: parameters_to_vector(net.parameters()), "the full_tensor() of each")

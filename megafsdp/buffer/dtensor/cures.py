@@ -40,6 +40,7 @@ _OPERATIONS: dict[str, str] = {
     "load of a full tensor": "Load a model by megafsdp.load_full_state_dict(); write full "
     "optimizer states by torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() "
     "into what get_optimizer_state_dict() returns",
+    "operands of a forward": _NOT_GATHERED,
     "operands": "Use full_tensor() on both, local shards on both, or copy_from_full_()",
     "DistributedDataParallel": "Leave it out: units reduce their gradients themselves, over "
     "replicas too with strategy='no_shard' or a mesh of two axes",

@@ -513,12 +513,14 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
             operand._uneven_layout is layout or operand._uneven_layout == layout
         )
         if not is_cut_alike:
+            # An activation meets a weight, as in a norm; optimizers make no graph.
+            is_forward = torch.is_grad_enabled() and isinstance(sharded[0], nn.Parameter)
             raise ValueError(
                 expected(
                     f"operands cut like the first, of shape {layout.shape}",
                     f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
                     where=f"{func}",
-                    hint=cure_of("operands"),
+                    hint=cure_of("operands of a forward" if is_forward else "operands"),
                 )
             )
 

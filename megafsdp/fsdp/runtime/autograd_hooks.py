@@ -6,7 +6,7 @@ neither changes a gradient. Hooks on parameters are not used: autograd calls non
 that is frozen, detached or unused.
 
 Inputs and outputs are found in what a forward takes and returns: lists, tuples, named tuples, dicts
-and dataclasses are walked; anything else is left as it is. A unit stays gathered until the end of
+and dataclasses are walked; anything else is left as it is. A unit stays gathered until the end of a
 backward after an output in which no tensor is found.
 """
 

@@ -118,6 +118,7 @@ class ScheduledUnit(Protocol):
     options: UnitOptions
     context: FSDPContext | None
     outstanding: PendingForwards
+    is_hidden: bool
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -413,6 +414,8 @@ class FSDPContext:
             self._reduce_leftovers(units)
         # Before backward() returns: users read .grad at once.
         self.reductions.finish()
+        for unit in units:
+            unit.is_hidden = False
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()

@@ -136,6 +136,8 @@ class FSDPUnit:
         context: What it shares with the units under one root; None before the first forward.
         outstanding: Its forwards whose backward may come.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
+        is_hidden: Whether no tensor was found in an output, so that backward cannot be seen to
+            begin: it stays unsharded until one ends.
         post_optim_event: What the next forward's first gather waits for.
     """
 
@@ -155,7 +157,7 @@ class FSDPUnit:
         self._phase = Phase.RESTING
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
-        self.is_pinned = False
+        self.is_pinned = self.is_hidden = False
         self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
@@ -277,8 +279,8 @@ class FSDPUnit:
             group.finish_unshard()
 
     def release(self) -> None:
-        """Free the full storage, unless the unit is pinned or at work."""
-        if not self.is_pinned and self._phase is Phase.RESTING:
+        """Free the full storage, unless it is kept, or the unit is at work."""
+        if not (self.is_pinned or self.is_hidden) and self._phase is Phase.RESTING:
             for group in self.groups:
                 group.release()
 
@@ -389,9 +391,8 @@ class FSDPUnit:
         if self._phase is Phase.FORWARD:
             self.phase = Phase.RESTING
         self.show_sharded()
-        # Backward of an output in which no tensor is found reads the storage without our knowledge.
-        is_watched = self._watch_outputs(token, output)
-        self._end_run(is_reserved=is_reserved or not is_watched)
+        self._watch_outputs(token, output)
+        self._end_run(is_reserved=is_reserved)
         return output
 
     def _end_run(self, *, is_reserved: bool) -> None:
@@ -406,19 +407,18 @@ class FSDPUnit:
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
 
-    def _watch_outputs(self, token: ForwardToken | None, output: Any) -> bool:
-        """Have backward begin at the outputs of a module; return whether any tensor was found."""
-        tensors = tensors_of(output)
+    def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
+        """Have backward begin at the outputs of a module."""
         if torch.is_grad_enabled():
-            hook = BackwardHook(self, token)
+            hook, tensors = BackwardHook(self, token), tensors_of(output)
+            self.is_hidden = self.is_hidden or not (tensors or output is None)
             for tensor in tensors:
                 hook.watch(tensor)
-        return bool(tensors)
 
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.options.reshard_after_forward
         is_sliced = is_graph_built and num_ranks is not None and not isinstance(num_ranks, bool)
-        if not is_sliced or self.is_pinned:
+        if not is_sliced or self.is_pinned or self.is_hidden:
             self.release()
             return
         for group in self.groups:
@@ -495,7 +495,7 @@ class FSDPUnit:
         """Return to rest after an exception, without storage, with or without waiting sums."""
         if self._phase is not Phase.RESTING:
             self.phase = Phase.RESTING
-        self._run = None
+        self._run, self.is_hidden = None, False
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()
