@@ -87,12 +87,14 @@ def policies_by_module(
 ) -> dict[nn.Module, MixedPrecisionPolicy]:
     """Return the policies of a model and of units below it, names translated to each one's own.
 
-    A name counts in the model and in each of the units.
+    A name counts in the model and in each of the units. Outputs are cast once, the model's: a
+    layer of the model may have no unit of its own to cast what comes out of those below.
 
     Raises:
         ValueError: A name matches nothing.
     """
-    policies = dict.fromkeys([model, *units], policy)
+    policies = dict.fromkeys(units, dataclasses.replace(policy, output_dtype=None))
+    policies = {model: policy, **policies}
     for field in _FIELDS:
         wanted: tuple[str, ...] = getattr(policy, field)
         if wanted:

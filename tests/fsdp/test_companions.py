@@ -12,12 +12,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megafsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.fsdp.runtime.unit import units_below
-from tests.fsdp.toy import WIDTH, Block, assert_same_grads, batches, mine, pair
+from tests.fsdp.toy import (
+    WIDTH,
+    Block,
+    assert_same_grads,
+    assert_same_parameters,
+    batches,
+    mine,
+    pair,
+)
 from tests.ranks import Ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -236,3 +247,60 @@ def test_replicas_of_units_are_refused_and_of_what_is_around_them_are_right(
 ) -> None:
     """DistributedDataParallel and replicate() leave units alone, or are refused."""
     ranks(2).run(body)
+
+
+def _kinds_of_parameters(is_replica_first: bool) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 5))
+
+    sizes = {"momentum": 0.9, "weight_decay": 0.1, "lr": 0.05}
+    for kind, options in (
+        (torch.optim.SGD, {**sizes, "foreach": True}),
+        (torch.optim.SGD, {**sizes, "foreach": False}),
+        (torch.optim.SGD, {**sizes, "fused": True}),
+        (torch.optim.RMSprop, {**sizes, "foreach": True}),
+        (torch.optim.Adam, {"weight_decay": 0.1, "eps": 1e-3, "foreach": True}),
+        (torch.optim.AdamW, {"weight_decay": 0.1, "eps": 1e-3, "fused": True}),
+    ):
+        reference, model = make(), make()
+        strategies = ("no_shard", "optim") if is_replica_first else ("optim", "no_shard")
+        for module, strategy in zip((model[0], model[2]), strategies, strict=True):
+            fully_shard(module, strategy=strategy)
+        torch_fully_shard(model[1])
+        for parameter in model[3].parameters():
+            parameter.register_hook(_mean_over_ranks)
+        optimizers = [kind(m.parameters(), **options) for m in (reference, model)]
+        for step in range(3):
+            inputs = torch.randn(dist.get_world_size(), 4, 6, generator=_seeded(step))
+            reference(inputs).square().mean().backward()
+            model(inputs[dist.get_rank()]).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_parameters(model, reference, rtol=1e-5, atol=1e-6)
+        for parameter, state in optimizers[1].state.items():
+            of_rows = isinstance(parameter, UnevenDTensor)
+            kept = UnevenDTensor if of_rows else DTensor if isinstance(parameter, DTensor) else None
+            for tensor in state.values():
+                if torch.is_tensor(tensor) and tensor.ndim:
+                    assert kept is None or type(tensor) is kept
+                    assert tensor.shape == parameter.shape
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _mean_over_ranks(grad: torch.Tensor) -> torch.Tensor:
+    total = grad.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@pytest.mark.parametrize("is_replica_first", [True, False])
+def test_one_optimizer_of_torch_steps_units_replicas_and_what_torch_has_cut(
+    ranks: Ranks, is_replica_first: bool
+) -> None:
+    """Its lists mix all of them; states are of the kind of their parameters."""
+    ranks(2).run(_kinds_of_parameters, is_replica_first)

@@ -87,12 +87,7 @@ class RowShardedDTensor(DTensor):
     @classmethod
     def wrap(cls: type[Self], local: torch.Tensor, spec: DTensorSpec, layout: UnevenLayout) -> Self:
         """Wrap a local tensor, keeping its dtype; outside autograd, no copy."""
-        meta = spec.tensor_meta
-        assert meta is not None, "an uneven DTensor has a global shape"
-        if meta.dtype != local.dtype:
-            meta = TensorMeta(meta.shape, meta.stride, local.dtype)
-            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-        result = make_dtensor(cls, local, spec)
+        result = make_dtensor(cls, local, _spec_with_dtype(spec, local.dtype))
         result._uneven_layout = layout
         return result
 
@@ -110,6 +105,19 @@ class RowShardedDTensor(DTensor):
     ) -> Any:
         """Run an operation on the local tensors, through DTensor, or refuse it."""
         return _run_operator(func, args, kwargs or {})
+
+
+class YieldingClass(type(DTensor)):  # type: ignore[misc]
+    """Class of DTensors that leave operations with unevenly sharded ones to these.
+
+    Of an operation's operands torch asks the first one, but those of a subclass before it: the
+    unevenly sharded ones are said to be one. A ``__torch_dispatch__`` that declines would take
+    every other operation off torch's fast path. 2.12 to 2.13.
+    """
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """Return whether torch asks a class of operands before this one."""
+        return issubclass(subclass, RowShardedDTensor) or type.__subclasscheck__(cls, subclass)
 
 
 class _StandIn(torch.Tensor):
@@ -467,18 +475,30 @@ def _cut_whole_operands(
 
 def _local_operand(value: object) -> object:
     """Return what stands for an operand in a local operation."""
-    if isinstance(value, RowShardedDTensor):
-        return local_of(value)
-    # A scalar such as a norm may be Partial: its reduction over ranks is still to be made.
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    # A scalar such as a norm may be Partial: its reduction over ranks is still to be made. Lists
+    # may have replicated DTensors too, and those that torch has cut.
+    return value.full_tensor() if value.ndim == 0 else local_of(value)
+
+
+def _spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = spec.tensor_meta
+    assert meta is not None, "a DTensor has a global shape"
+    if meta.dtype == dtype:
+        return spec
+    meta = TensorMeta(meta.shape, meta.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def _wrap_result(result: object, source: object) -> object:
     if not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
         return result
-    if not isinstance(source, RowShardedDTensor) or result.shape != local_of(source).shape:
+    if not isinstance(source, DTensor) or result.shape != local_of(source).shape:
         return result
-    return type(source).wrap(result, spec_of(source), source._uneven_layout)
+    if isinstance(source, RowShardedDTensor):
+        return type(source).wrap(result, spec_of(source), source._uneven_layout)
+    return make_dtensor(DTensor, result, _spec_with_dtype(spec_of(source), result.dtype))
 
 
 def _as_plain_dtensor(value: object) -> object:

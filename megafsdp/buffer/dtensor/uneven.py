@@ -40,6 +40,7 @@ from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
+    YieldingClass,
     check_may_draw,
     refuse,
 )
@@ -87,7 +88,7 @@ FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 SHOWN_AS_META = property(is_shown_as_meta)
 
 
-class ReplicatedParameter(DTensor):
+class ReplicatedParameter(DTensor, metaclass=YieldingClass):
     """A replicated parameter over a flat buffer; its operations give plain DTensors."""
 
     data = FIXED_DATA  # type: ignore[assignment]

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.dtensor.op_rules import YieldingClass
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like, wrapper_as
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
@@ -64,7 +65,9 @@ class _UnevenFlatGradient(FlatGradient, UnevenDTensor):  # type: ignore[misc]
         return UnevenDTensor.wrap(*args)
 
 
-class _ReplicatedFlatGradient(FlatGradient, DTensor):  # type: ignore[misc]
+class _ReplicatedFlatGradient(  # type: ignore[misc]
+    FlatGradient, DTensor, metaclass=YieldingClass
+):
     pass
 
 

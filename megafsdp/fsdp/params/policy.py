@@ -78,6 +78,7 @@ class MixedPrecisionPolicy:
             the parameters' dtype). Where the sum is made by us (gloo), gradients travel in their
             own dtype and are summed in this dtype or wider; elsewhere they travel in this one.
         output_dtype: Floating-point outputs of the unit are cast to it; None leaves them.
+            ``fully_shard_model`` casts those of the whole model alone.
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
         main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.
         main_grads_dtype: Main gradients; None means ``main_params_dtype``.
