@@ -454,13 +454,16 @@ def _check(name: str, parameter: nn.Parameter) -> None:
     # A parameter over a flat buffer has neither the subclass's operations nor what it carries.
     if type(parameter) not in (nn.Parameter, DTensor):
         cls = type(parameter)
+        hint = "Name it in ignored_params, which leaves it whole on every rank, or convert or "
+        hint += "quantize after training"
+        if nn.parameter.is_lazy(parameter):
+            hint = "Run a forward of the lazy module first, which gives it a shape"
         raise NotImplementedError(
             expected(
                 "parameters that are plain tensors",
                 f"'{name}', a {cls.__module__}.{cls.__qualname__}",
                 where="fully_shard()",
-                hint="Name it in ignored_params, which leaves it whole on every rank, or convert "
-                "or quantize after training",
+                hint=hint,
             )
         )
     # A real main weight drops imaginary parts; a compute weight of 8 bits would need scales.

@@ -518,6 +518,24 @@ def test_post_accumulate_hooks_fire_once_a_backward(ranks: Ranks) -> None:
     ranks(2).run(_post_accumulate_once)
 
 
+def _sparse_gradients() -> None:
+    reference = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    net = fully_shard(copy.deepcopy(reference))
+    tokens = torch.arange(6).view(dist.get_world_size(), -1)
+    for sync in (False, True, True):
+        net.set_requires_gradient_sync(sync)
+        reference(tokens).square().sum().div(dist.get_world_size()).backward()
+        net(_own(tokens)).square().sum().backward()
+    reference[0].weight.grad = reference[0].weight.grad.to_dense()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sparse_gradients_are_summed_densely(ranks: Ranks, num_ranks: int) -> None:
+    """Those of an embedding, added up and packed."""
+    ranks(num_ranks).run(_sparse_gradients)
+
+
 class Named(dict):
     """A batch whose entries are attributes too."""
 

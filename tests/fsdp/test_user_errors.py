@@ -107,6 +107,8 @@ def _subclasses() -> None:
         assert all(p is before[n] for n, p in net.named_parameters())
         fully_shard(net, ignored_params={weight})
         assert net[1].weight is weight
+    with pytest.raises(NotImplementedError, match=r"'0\.weight', a .*Run a forward of the lazy"):
+        fully_shard(nn.Sequential(nn.LazyLinear(4)))
 
 
 def test_tensor_subclasses_are_refused_by_name(ranks: Ranks) -> None:

@@ -25,6 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of
+from megafsdp.buffer.dtensor.operands import (
+    count_writes,
+    leaves_of,
+    map_operands,
+    places_written,
+)
 from megafsdp.buffer.dtensor.random_values import (
     DRAWS,
     DRAWS_IN_PLACE,
@@ -135,7 +141,7 @@ class _StandIn(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation on what is stood in for."""
-        return _run_operator(func, *_map_operands(_original_of, args, kwargs or {}))
+        return _run_operator(func, *map_operands(_original_of, args, kwargs or {}))
 
 
 def _stand_in_for(value: object) -> object:
@@ -214,9 +220,9 @@ def _reduce(
     # DTensor would compare the shards, whose equality means nothing where the cuts differ.
     if name == "equal":
         _check_operands(func, args)
-    args, kwargs = _map_operands(_as_plain_dtensor, args, kwargs)
+    args, kwargs = map_operands(_as_plain_dtensor, args, kwargs)
     result = func(*args, **kwargs)
-    _count_writes(func, args, kwargs)
+    count_writes(func, args, kwargs)
     return result
 
 
@@ -342,7 +348,7 @@ def _run_on_stand_ins(
 ) -> Any:
     """Run a function whose operators come to the rules one by one, as on later torch."""
     with without_torch_function(), torch.no_grad():
-        args, kwargs = _map_operands(_stand_in_for, args, kwargs)
+        args, kwargs = map_operands(_stand_in_for, args, kwargs)
         return _original_of(func(*args, **kwargs))
 
 
@@ -363,12 +369,12 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
     args = _cut_whole_operands(func, args, kwargs)
     if not lists or not _are_cut_alike(lists):
-        everything = [_leaves_of((*args, *kwargs.values()))]
+        everything = [leaves_of((*args, *kwargs.values()))]
         for operands in zip(*lists, strict=False) if lists else everything:
             _check_operands(func, operands)
-    local_args, local_kwargs = _map_operands(_local_operand, args, kwargs)
+    local_args, local_kwargs = map_operands(_local_operand, args, kwargs)
     result = func(*local_args, **local_kwargs)
-    _count_writes(func, local_args, local_kwargs)
+    count_writes(func, local_args, local_kwargs)
     if result is None:
         return None
     sources = _uneven_leaves(args, kwargs)
@@ -385,65 +391,9 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return _wrap_result(result, sources[0])
 
 
-def _count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[str, Any]) -> None:
-    """Bump the version counters of what was written.
-
-    torch does so in its autograd layer, above the dispatch in which this runs.
-    """
-    if not isinstance(func, OpOverload):
-        return
-    written = _leaves_of(
-        [args[place] for place in _places_written(func) if place < len(args)]
-        + [value for name, value in kwargs.items() if name in _names_written(func)]
-    )
-    tensors = [local_of(w) if isinstance(w, DTensor) else w for w in written]
-    counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
-    if counted:
-        torch.autograd.graph.increment_version(counted)
-
-
-@functools.cache
-def _places_written(func: OpOverload) -> tuple[int, ...]:
-    return tuple(
-        place
-        for place, argument in enumerate(schema_of(func).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@functools.cache
-def _names_written(func: OpOverload) -> frozenset[str]:
-    return frozenset(schema_of(func).arguments[place].name for place in _places_written(func))
-
-
-# Operators nest tensors in flat lists only. torch's pytree would cost ten times as much, which is
-# noticeable with hundreds of parameters in one call.
-def _leaves_of(args: Iterable[object]) -> list[object]:
-    leaves: list[object] = []
-    for arg in args:
-        if type(arg) in (list, tuple):
-            leaves += arg  # type: ignore[arg-type]
-        else:
-            leaves.append(arg)
-    return leaves
-
-
 def _uneven_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowShardedDTensor]:
-    leaves = _leaves_of((*args, *kwargs.values()))
+    leaves = leaves_of((*args, *kwargs.values()))
     return [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
-
-
-def _map_operands(
-    change: Callable[[object], object], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an operator with each operand changed."""
-
-    def changed(arg: object) -> object:
-        if type(arg) is list or type(arg) is tuple:
-            return type(arg)([change(value) for value in arg])
-        return change(arg)
-
-    return tuple(map(changed, args)), {name: changed(arg) for name, arg in kwargs.items()}
 
 
 def _cut_whole_operands(
@@ -457,7 +407,7 @@ def _cut_whole_operands(
         return args
     # Of what is written, a copy would be.
     if not isinstance(args[0], RowShardedDTensor) and (
-        not isinstance(func, OpOverload) or _places_written(func)
+        not isinstance(func, OpOverload) or places_written(func)
     ):
         return args
     like = _uneven_leaves(args, kwargs)[0]
@@ -477,9 +427,11 @@ def _local_operand(value: object) -> object:
     """Return what stands for an operand in a local operation."""
     if not isinstance(value, DTensor):
         return value
-    # A scalar such as a norm may be Partial: its reduction over ranks is still to be made. Lists
-    # may have replicated DTensors too, and those that torch has cut.
-    return value.full_tensor() if value.ndim == 0 else local_of(value)
+    # Lists may have replicated DTensors too, and those that torch has cut.
+    if value.ndim or isinstance(value, RowShardedDTensor):
+        return local_of(value)
+    # A scalar such as a norm may be Partial: its reduction over ranks is still to be made.
+    return value.full_tensor()
 
 
 def _spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -576,7 +528,7 @@ def refuse(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, hint: str = ""
 ) -> NoReturn:
     """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
-    leaves = _leaves_of((*args, *(kwargs or {}).values()))
+    leaves = leaves_of((*args, *(kwargs or {}).values()))
     shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
     is_of_parameter = any(isinstance(leaf, nn.Parameter) for leaf in leaves)
     raise NotImplementedError(

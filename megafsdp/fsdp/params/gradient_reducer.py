@@ -405,6 +405,8 @@ class GradientReducer:
             parameter.grad = None
             self._used[i] = True
             views.append(all_views[i])
+            if grad.is_sparse:  # As nn.Embedding(sparse=True) makes it.
+                grad = grad.to_dense()
             grads.append(grad if self._model is None else self._model.addend(i, grad))
         return views, grads, missing
 

@@ -1,0 +1,71 @@
+"""The operands of an operator: found, changed one by one, and counted where they are written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.device.torch_private import OpOverload, schema_of
+from megafsdp.mesh.torch_private import local_of
+
+
+# Operators nest tensors in flat lists only. torch's pytree would cost ten times as much, which is
+# noticeable with hundreds of parameters in one call.
+def leaves_of(args: Iterable[object]) -> list[object]:
+    """Return the operands of an operator, those in lists too."""
+    leaves: list[object] = []
+    for arg in args:
+        if type(arg) in (list, tuple):
+            leaves += arg  # type: ignore[arg-type]
+        else:
+            leaves.append(arg)
+    return leaves
+
+
+def map_operands(
+    change: Callable[[object], object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operator with each operand changed."""
+
+    def changed(arg: object) -> object:
+        if type(arg) is list or type(arg) is tuple:
+            return type(arg)([change(value) for value in arg])
+        return change(arg)
+
+    return tuple(map(changed, args)), {name: changed(arg) for name, arg in kwargs.items()}
+
+
+@functools.cache
+def places_written(func: OpOverload) -> tuple[int, ...]:
+    """Return which of an operator's arguments it writes to, by position."""
+    return tuple(
+        place
+        for place, argument in enumerate(schema_of(func).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def _names_written(func: OpOverload) -> frozenset[str]:
+    return frozenset(schema_of(func).arguments[place].name for place in places_written(func))
+
+
+def count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[str, Any]) -> None:
+    """Bump the version counters of what was written.
+
+    torch does so in its autograd layer, above the dispatch in which this runs.
+    """
+    if not isinstance(func, OpOverload):
+        return
+    written = leaves_of(
+        [args[place] for place in places_written(func) if place < len(args)]
+        + [value for name, value in kwargs.items() if name in _names_written(func)]
+    )
+    tensors = [local_of(w) if isinstance(w, DTensor) else w for w in written]
+    counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
