@@ -186,8 +186,8 @@ def test_c6_uneven_chunks_are_made_in_one_place() -> None:
     assert _definitions("regions_of_range") == ["megafsdp/buffer/dtensor/uneven_layout.py"]
     for name in ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__"):
         assert _definitions(name) == ["megafsdp/buffer/dtensor/uneven.py"], name
-    # Initialisers read the own rows of a whole draw.
-    readers = ["megafsdp/buffer/dtensor/random_values.py", "megafsdp/buffer/dtensor/uneven.py"]
+    # A layout cuts the own rows of a whole tensor.
+    readers = ["megafsdp/buffer/dtensor/uneven.py", "megafsdp/buffer/dtensor/uneven_layout.py"]
     assert _callers("regions") == readers
     assert _callers("__create_chunk_list__") == ["megafsdp/checkpoint/format/regions.py"]
     # The manifest's are of regions, which are read from chunk lists.

@@ -107,6 +107,25 @@ def _train_bf16() -> None:
     assert_same_parameters(model, reference, rtol=0, atol=0)
 
 
+def _outputs_in_fp32(name: str) -> None:
+    reference = build(name)
+    rows = own_rows(global_batch(0))
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard_model(copy.deepcopy(reference), mp_policy=policy)
+    wanted, output = reference(**rows), model(**rows)
+    assert type(output) is type(wanted) and output.keys() == wanted.keys()
+    assert output.loss.dtype == output["logits"].dtype == torch.float32
+    torch.testing.assert_close(output.logits, wanted.logits, rtol=0.05, atol=0.05)
+    output.loss.backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_may_be_fp32_where_weights_are_bf16(ranks: Ranks, name: str) -> None:
+    """A ModelOutput stays one; layers that are no units compute in bf16 like the others."""
+    ranks(2).run(_outputs_in_fp32, name)
+
+
 def test_bf16_weights_train_as_the_same_casts_in_one_process(ranks: Ranks) -> None:
     """Compute weights and gradients of bf16 over main weights of fp32."""
     ranks(2).run(_train_bf16)

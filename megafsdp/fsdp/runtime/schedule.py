@@ -412,10 +412,10 @@ class FSDPContext:
                 unit.end_partial_forward()
         if self.is_last_microbatch:
             self._reduce_leftovers(units)
-        # Before backward() returns: users read .grad at once.
-        self.reductions.finish()
         for unit in units:
             unit.is_hidden = False
+        # Before backward() returns: users read .grad at once.
+        self.reductions.finish()
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
             self._finish_exchanges()
