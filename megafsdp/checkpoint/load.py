@@ -65,11 +65,8 @@ from megafsdp.errors import CheckpointError, expected
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
-from megafsdp.fsdp.runtime.torch_fsdp import (
-    encode_main_weights,
-    quantized_parameters,
-    shard_of,
-)
+from megafsdp.fsdp.quantized_model import requantize_
+from megafsdp.fsdp.runtime.torch_fsdp import quantized_parameters
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
@@ -411,7 +408,19 @@ def _give_memory(plan: _Plan, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
-    """Read each record that meets this rank's regions once and copy its pieces."""
+    """Fill this rank's regions; collective where codes of weights under torch's FSDP2 are made."""
+    _, error = attempt(lambda: _read_tensors(plan, model))
+    if model is not None and quantized_parameters(model):
+        # The others would wait in the collective for a rank that could not read.
+        agree(True, error)
+        # Nothing else makes codes before the next forward.
+        requantize_(model)
+    elif error is not None:
+        raise error
+
+
+def _read_tensors(plan: _Plan, model: nn.Module | None) -> None:
+    """Read each record that meets this rank's regions once and copy its pieces; local."""
     if model is not None:
         _give_memory(plan, model)
     tensors = plan.requests.tensors
@@ -430,9 +439,6 @@ def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
         parameters.update(plan.requests.weights)
         loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
         mark_main_weights_changed(model, list(loaded))
-        # Under torch's FSDP2 nothing else makes codes before the next forward. Collective.
-        shards = map(shard_of, quantized_parameters(model).values())
-        encode_main_weights([shard for shard in shards if shard is not None])
 
 
 def _restore_rng(plan: _Plan) -> None:

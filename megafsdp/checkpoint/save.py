@@ -197,7 +197,7 @@ def save(
         loss_scaler: Stored by its ``state_dict()``.
         extra: Plain values and plain tensors of the caller, such as consumed samples and
             configuration; rank 0's are stored.
-        keep_last: Number of newest checkpoints to keep afterwards; None keeps all.
+        keep_last: Number of newest checkpoints, by step, to keep afterwards; None keeps all.
         keep_every: Keep also steps that are multiples of this.
 
     Returns:

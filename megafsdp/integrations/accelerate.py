@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 
 from megafsdp.fsdp.fsdp_module import FSDPModule
@@ -58,13 +59,14 @@ class ShardedAccelerator(Accelerator):
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model as the plugin says; override it to choose more. Called on all ranks."""
         plugin, mesh = self.state.fsdp_plugin, self.torch_device_mesh
-        ignored = plugin.ignored_modules or ()
+        # Modules, or a pattern of their names.
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, self.device)
         options: dict[str, Any] = {
             "mesh": mesh and mesh[tuple(self.parallelism_config.fsdp_dim_names)],
             "reshard_after_forward": plugin.reshard_after_forward,
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             "offload_policy": plugin.cpu_offload or OffloadPolicy(),
-            "ignored_params": [p for module in ignored for p in module.parameters()],
+            "ignored_params": ignored,
         }
         if plugin.auto_wrap_policy is None:
             return fully_shard(model, **options)

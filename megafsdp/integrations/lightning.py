@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
+from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
 from megafsdp.integrations.refusals import check_settings
@@ -46,7 +47,21 @@ class ShardedModule(LightningModule):
     fsdp_unit_modules: list[type[nn.Module] | str] | None = None
 
     def configure_model(self) -> None:
-        """Shard each child, once: Lightning calls this before each of fit, validate and test."""
+        """Shard each child, once: Lightning calls this before each of fit, validate and test.
+
+        Raises:
+            NotImplementedError: The module has parameters of its own, whose gradients no unit sums.
+        """
+        own = [name for name, p in self.named_parameters(recurse=False) if p.requires_grad]
+        if own:
+            raise NotImplementedError(
+                expected(
+                    "a module whose parameters are its children's",
+                    f"its own {own}",
+                    where=f"configure_model() of {type(self).__name__}",
+                    hint="Put them into a child module, which is sharded",
+                )
+            )
         for child in self.children():
             if isinstance(child, FSDPModule) or next(child.parameters(), None) is None:
                 continue

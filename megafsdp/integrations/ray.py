@@ -18,8 +18,10 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from torch import nn
 from torch.optim import Optimizer
 
+from megafsdp.checkpoint.format.save_root import latest_step, step_directory
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import HasState, save
+from megafsdp.errors import CheckpointError
 from megafsdp.integrations.refusals import check_settings
 
 FOLDER = "megafsdp"
@@ -35,6 +37,8 @@ def report(
 ) -> None:
     """Save a checkpoint and report it with metrics; called by all workers alike.
 
+    A step that is saved already, by workers that died before they reported it, is not saved again.
+
     Args:
         metrics: Plain values, of which Ray keeps the first worker's.
         step: The training step.
@@ -47,7 +51,13 @@ def report(
         CheckpointError: A worker could not write.
     """
     root = _storage() / FOLDER
-    saved = save(root, step=step, model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    try:
+        saved = save(root, step=step, model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    except CheckpointError:
+        # A worker may have died after the save and before the report, and the run come by again.
+        if latest_step(root) != step:
+            raise
+        saved = step_directory(root, step)
     # Ray refers to folders below the run's own, by their names there.
     train.report(
         dict(metrics) | {"step": step},

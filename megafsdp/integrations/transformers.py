@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
 from megafsdp.fsdp.fsdp_module import FSDPModule
@@ -80,8 +81,12 @@ class Sharded(Trainer):
         load(Path(resume_from_checkpoint, FOLDER), model=self.model)
 
     def _load_best_model(self) -> None:
-        assert self.state.best_model_checkpoint is not None, "the trainer has looked"
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        best = self.state.best_model_checkpoint
+        assert best is not None, "the trainer has looked"
+        if self.args.save_only_model:
+            import_hf(self.model, best)
+        else:
+            self._load_from_checkpoint(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

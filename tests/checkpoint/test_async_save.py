@@ -408,41 +408,44 @@ def test_a_second_save_waits_or_is_refused(ranks: Ranks, tmp_path: Path) -> None
     assert on_disk.published_steps(tmp_path) == [1, 3, 4]
 
 
-def _fail(root: Path) -> list[str]:
+def _refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _fail(root: Path, observers: tuple[int, ...]) -> list[str]:
     model = _model()
     save(root, step=1, model=model)
-    messages = []
 
     def broken(point: str) -> None:
-        if point == "file opened" and torch.distributed.get_rank() == 1:
+        if point == "file opened" and dist.get_rank() == 1:
             raise OSError("no space left")
 
     with mock.patch.object(on_disk, "reached", broken):
-        observed = async_save(root, step=2, model=model)
-        for action in (observed.result, lambda: None):
-            try:
-                action()
-            except CheckpointError as error:
-                messages.append(str(error))
-        silent = async_save(root, step=3, model=model)
+        pending = async_save(root, step=2, model=model)
+        observed = [_refusal(pending.result)] if dist.get_rank() in observers else []
         wait_for_saves()
-        assert silent.done()
-    try:
-        save(root, step=4, model=model)
-    except CheckpointError as error:
-        messages.append(str(error))
-    save(root, step=5, model=model)
+        assert pending.done()
+    messages = [*observed, _refusal(lambda: save(root, step=3, model=model))]
+    save(root, step=4, model=model)
     load(root, step=1, model=model)
     return messages
 
 
-def test_a_failure_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """By ``result()``, or else by the next save; what was published before stays."""
-    for messages in ranks(2).run(_fail, tmp_path):
-        assert len(messages) == 2
-        assert "step 2 failed" in messages[0] and "rank 1" in messages[0]
-        assert "step 3 failed" in messages[1] and "no space left" in messages[1]
-    assert on_disk.published_steps(tmp_path) == [1, 5]
+@pytest.mark.parametrize("observers", [(), (0,), (1,), (0, 1)])
+def test_a_failure_is_raised_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, observers: tuple[int, ...]
+) -> None:
+    """By ``result()``, and by the next save unless all have asked; what was published stays."""
+    are_all = len(observers) == 2
+    for rank, messages in enumerate(ranks(2).run(_fail, tmp_path, observers)):
+        assert [bool(m) for m in messages] == [True] * (rank in observers) + [not are_all]
+        raised = filter(None, messages)
+        assert all("step 2 failed" in m and "no space left (raised on 1" in m for m in raised)
+    assert on_disk.published_steps(tmp_path) == ([1, 3, 4] if are_all else [1, 4])
     assert list(tmp_path.glob(".tmp*")) == []
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafsdp import FusedAdam, MixedPrecisionPolicy, fully_shard_model
 from megafsdp.checkpoint import save
 from megafsdp.checkpoint.convert import ConvertOptions, Format, convert, format_of
 from megafsdp.checkpoint.tools.diff import diff
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError
+from megafsdp.models import build_model, presets
 from tests.checkpoint.megatron import megatron_toy as toy
 from tests.checkpoint.sharding import Toy, fill
+from tests.ranks import Ranks
 
 
 def _save(root: Path) -> Path:
@@ -66,6 +69,30 @@ def test_megatron_lm_checkpoints_go_both_ways(tmp_path: Path) -> None:
     names = toy.read(back)
     prefix = "optimizer.state.module.module.decoder"
     assert any(name.startswith(prefix) for name in names)
+
+
+def _save_with_histories(root: Path) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, recipe="fp8_delayed")
+    model = build_model(presets["qwen3-toy"], seed=0)
+    fully_shard_model(model, ["TransformerLayer"], mp_policy=policy)
+    optimizer = FusedAdam(model.parameters())
+    model(torch.arange(16)[None]).square().mean().backward()
+    optimizer.step()
+    save(root, step=1, model=model, optimizer=optimizer)
+
+
+def test_histories_of_delayed_scaling_go_where_they_can(ranks: Ranks, tmp_path: Path) -> None:
+    """To one file and back; Megatron-LM's jobs begin theirs anew, and all else goes there."""
+    ranks(2).run(_save_with_histories, tmp_path / "a")
+    file = convert(tmp_path / "a", tmp_path / "a.pt", Format.TORCH)
+    again = convert(file, tmp_path / "again", Format.MEGAFSDP)
+    assert diff(tmp_path / "a", again, ignore=["common", "rng.*"]).is_equal
+    theirs = convert(tmp_path / "a", tmp_path / "theirs", Format.NVIDIA)
+    back = convert(theirs, tmp_path / "back", Format.MEGAFSDP)
+    ignored = ["extra", "common", "optimizer.param_groups", "lr_scheduler", "rng.*"]
+    found = diff(tmp_path / "a", back, ignore=ignored)
+    assert found.only_left and all(key.startswith("quantize.") for key in found.only_left)
+    assert diff(tmp_path / "a", back, ignore=[*ignored, "quantize.*"]).is_equal
 
 
 def test_experts_become_a_stack_or_keep_their_names(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -16,7 +19,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import megafsdp
 from megafsdp import FusedAdam, MixedPrecisionPolicy, checkpoint, full_state_dict
 from megafsdp.buffer.dtensor.uneven import local_object
+from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.checkpoint.tools.torch_file import to_torch
+from megafsdp.errors import CheckpointError
 from megafsdp.quantize.recipes import RECIPE_NAMES
 from tests.fsdp.torch_sharded import batch, mesh_of, new_model, shard, sharded, shards_of
 from tests.ranks import Ranks
@@ -197,15 +202,21 @@ def test_our_checkpoints_go_to_the_engine_and_back(
     ranks(2).run(_interchange, recipe, tmp_path)
 
 
-def _save_trained(recipe: str, path: Path) -> dict[str, Tensor]:
+def _trained(recipe: str) -> tuple[nn.Module, FusedAdam, dict[str, Tensor]]:
+    """Return a model after a step, its optimizer, and its whole main weights."""
     model = sharded(recipe, 2)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     _step(model, optimizer, 0)
-    checkpoint.save(path, model=model, optimizer=optimizer, step=1)
     wholes = {
         name: optimizer.state[p].get("main_param", p).full_tensor()  # type: ignore[union-attr]
         for name, p in model.named_parameters()
     }
+    return model, optimizer, wholes
+
+
+def _save_trained(recipe: str, path: Path) -> dict[str, Tensor]:
+    model, optimizer, wholes = _trained(recipe)
+    checkpoint.save(path, model=model, optimizer=optimizer, step=1)
     assert set(model.state_dict()) == set(new_model().state_dict()), "nothing beside the values"
     result = sharded(recipe, 2).load_state_dict(model.state_dict(), strict=True)
     assert not result.missing_keys and not result.unexpected_keys
@@ -222,6 +233,56 @@ def test_exports_have_main_weights_in_fp32(ranks: Ranks, tmp_path: Path, recipe:
     for name, whole in wholes.items():
         assert torch.equal(found[name], whole)
         assert (found[name].dtype == torch.float32) == (whole.ndim == 2)
+
+
+def _to_hub_and_back(recipe: str, path: Path) -> None:
+    model, _, wholes = _trained(recipe)
+    config = {"model_type": "toy"}
+    checkpoint.export_hf(model, path, config=config)
+    found = load_file(path / "model.safetensors")
+    assert set(found) == set(wholes)
+    for name, whole in wholes.items():
+        assert found[name].dtype == whole.dtype and torch.equal(found[name], whole)
+    imported, expected = sharded(recipe, 2), sharded(recipe, 2)
+    before = {name: each.clone() for name, each in shards_of(imported).items()}
+    checkpoint.import_hf(imported, path, config=config)
+    megafsdp.requantize_(expected, {name: wholes[name] for name in before})
+    for name, each in shards_of(expected).items():
+        got = shards_of(imported)[name]
+        assert torch.equal(got.codes, each.codes) and torch.equal(got.table, each.table)
+        assert not torch.equal(got.codes, before[name].codes)
+    again = checkpoint.export_hf(imported, path.with_name("again"), config=config)
+    assert all(map(torch.equal, load_file(again / "model.safetensors").values(), found.values()))
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_hugging_face_files_have_main_weights(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
+    """In fp32, bit for bit; an import makes codes of them, and loses none of their bits."""
+    ranks(2).run(_to_hub_and_back, recipe, tmp_path / "hub")
+
+
+def _unreadable_on_one_rank(path: Path) -> None:
+    model, optimizer, _ = _trained("mxfp8")
+    checkpoint.save(path, model=model, optimizer=optimizer, step=1)
+    other = sharded("mxfp8", 2)
+
+    def broken(reader: RecordReader, record: object) -> Tensor:
+        raise OSError("the disk is gone")
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(RecordReader, "read_tensor", broken))
+        with pytest.raises(CheckpointError, match=r"the disk is gone \(raised on 1 of 2 ranks"):
+            checkpoint.load(path, model=other)
+    checkpoint.load(path, model=other)
+    for name, each in shards_of(model).items():
+        got = shards_of(other)[name]
+        assert torch.equal(got.codes, each.codes) and torch.equal(got.table, each.table)
+
+
+def test_what_one_rank_cannot_read_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Not waited for in the collective that makes codes; the next load makes them."""
+    ranks(2).run(_unreadable_on_one_rank, tmp_path)
 
 
 def _other_format(path: Path) -> None:

@@ -201,16 +201,19 @@ def _translated() -> None:
         owned = {id(p) for p in model.model.parameters()}
         assert {id(p) for group in again.param_groups for p in group["params"]} == owned
     with launcher_environment():
-        plugin = plugin_of(transformer_cls_names_to_wrap=["LlamaMLP"])
+        classes = ["LlamaMLP"]
+        plugin = plugin_of(transformer_cls_names_to_wrap=classes, ignored_modules=".*norm")
         made = ShardedAccelerator(cpu=True, fsdp_plugin=plugin)
         model = build("llama")
         made.prepare(model, adamw(model))
         units = [type(unit.modules[0]).__name__ for unit in units_below([model]).values()]
         assert units == ["FSDPLlamaForCausalLM", "FSDPLlamaMLP", "FSDPLlamaMLP"]
+        plain = {n for n, p in model.named_parameters() if type(p) is torch.nn.Parameter}
+        assert plain == {n for n, _ in model.named_parameters() if n.endswith("norm.weight")}
 
 
 def test_the_plugins_settings_are_those_of_the_units(ranks: Ranks) -> None:
-    """Classes, dtypes, resharding, modules to leave alone."""
+    """Classes, dtypes, resharding, modules to leave alone, of which a pattern may be given."""
     ranks(2).run(_translated)
 
 

@@ -197,3 +197,27 @@ def _refused_clipping(directory: Path) -> None:
 def test_clipping_by_value_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """By the mix-in, at the first step."""
     ranks(2).run(_refused_clipping, tmp_path)
+
+
+class _OwnScale(Mixed):
+    """Has a parameter beside its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+
+def _refused_parameters(directory: Path) -> None:
+    with launcher_environment():
+        module = _OwnScale()
+        fitted = trainer(STRATEGIES["ours"](), directory)
+        with pytest.raises(NotImplementedError, match=r"its own \['scale'\].*child module"):
+            fitted.fit(module)
+        # What no gradient reaches is equal on all ranks.
+        module.scale.requires_grad_(False)
+        fitted.fit(module)
+
+
+def test_parameters_of_the_module_itself_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """No unit would sum their gradients."""
+    ranks(2).run(_refused_parameters, tmp_path)

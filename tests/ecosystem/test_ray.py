@@ -100,3 +100,30 @@ def test_storage_that_workers_do_not_mount_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bridge.train, "get_context", lambda: context)
     with pytest.raises(NotImplementedError, match=r"storage_path.*'s3'.*all workers mount"):
         bridge.report({}, step=1, model=torch.nn.Linear(1, 1))
+
+
+def test_a_step_that_was_saved_but_not_reported_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that died in between takes nothing with it: the run comes by again."""
+    storage = SimpleNamespace(
+        storage_filesystem=SimpleNamespace(type_name="local"), experiment_fs_path=str(tmp_path)
+    )
+    context = SimpleNamespace(get_storage=lambda: storage)
+    reported: list[str] = []
+
+    def died(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    def report(metrics: object, *, checkpoint_dir_name: str, **options: object) -> None:
+        reported.append(checkpoint_dir_name)
+
+    monkeypatch.setattr(bridge.train, "get_context", lambda: context)
+    model = torch.nn.Linear(1, 1)
+    for step in (2, 4):
+        monkeypatch.setattr(bridge.train, "report", died)
+        with pytest.raises(KeyboardInterrupt):
+            bridge.report({}, step=step, model=model)
+        monkeypatch.setattr(bridge.train, "report", report)
+        bridge.report({}, step=step, model=model)
+    assert reported == ["megafsdp/iter_0000002", "megafsdp/iter_0000004"]

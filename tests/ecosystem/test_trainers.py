@@ -279,22 +279,30 @@ def test_a_resumed_run_equals_an_unbroken_one(ranks: Ranks, name: str, tmp_path:
     assert state and all(torch.equal(expected[key], tensor) for key, tensor in state.items())
 
 
-def _best(directory: Path) -> None:
+def _best(directory: Path, is_model_alone: bool) -> dict[str, torch.Tensor]:
     with launcher_environment():
         options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
         # The loss falls, so the first evaluation's is the greatest.
-        options |= {"greater_is_better": True}
+        options |= {"greater_is_better": True, "save_only_model": is_model_alone}
         trainer = _resumable("transformers", directory, **options)
         trainer.train()
         assert trainer.state.best_global_step == SAVED_STEP
-        best = full_state_dict(trainer.model)
-        trainer._load_from_checkpoint(directory / f"checkpoint-{SAVED_STEP}")
-        _assert_equal(best, full_state_dict(trainer.model))
+    return full_state_dict(trainer.model)
 
 
-def test_the_best_model_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
-    """From its checkpoint's folder."""
-    ranks(2).run(_best, tmp_path)
+@pytest.mark.parametrize("is_model_alone", [False, True])
+def test_the_best_model_is_loaded_at_the_end(
+    ranks: Ranks, tmp_path: Path, is_model_alone: bool
+) -> None:
+    """From its checkpoint's folder, which may have weights alone."""
+    best = ranks(2).run(_best, tmp_path, is_model_alone)[0]
+    saved = [
+        MODELS["qwen3"][0].from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
+        for step in (SAVED_STEP, LAST_STEP)
+    ]
+    assert all(torch.equal(best[key], tensor) for key, tensor in saved[0].items())
+    assert any(not torch.equal(best[key], tensor) for key, tensor in saved[1].items())
+    assert (tmp_path / f"checkpoint-{SAVED_STEP}" / FOLDER).exists() != is_model_alone
 
 
 def _choices(directory: Path) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megafsdp.buffer.comm.agreement import attempt
+from megafsdp.buffer.comm.agreement import agree, attempt
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.storage.locations import Location
@@ -113,6 +113,11 @@ class PendingSave:
         """Return why the save failed, unless :meth:`result` has raised it; waits for the end."""
         self._join()
         return None if self._is_observed else self._error
+
+    def has_failed(self) -> bool:
+        """Return whether the save failed; waits for the end."""
+        self._join()
+        return self._error is not None
 
     def detach_from_parent(self) -> None:
         """End every wait in a forked process, where the thread does not go on."""
@@ -223,12 +228,16 @@ class BackgroundSaves:
             self._last.unobserved_error()
 
     def raise_failure(self) -> None:
-        """Wait for the save, if there is one, and raise its failure, once; local.
+        """Wait for the save, if there is one, and raise its failure, once; called by all ranks.
+
+        Collective if it failed, which it does on all ranks: some may have asked for the result.
 
         Raises:
-            CheckpointError: It failed, and no call has raised that yet.
+            CheckpointError: It failed, and on some rank no call has raised that yet.
         """
-        if self._last is not None and self._last.unobserved_error() is not None:
+        if self._last is None or not self._last.has_failed():
+            return
+        if any(agree(self._last.unobserved_error() is not None, None)):
             self._last.result()
 
     def require_idle(self, step: int) -> int:

@@ -38,6 +38,7 @@ from megafsdp.errors import MAX_NAMED, CheckpointError, listed
 from megafsdp.fsdp import mark_main_weights_changed
 from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
+from megafsdp.fsdp.quantized_model import requantize_
 
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
@@ -74,6 +75,8 @@ def import_hf(
     assert planned is not None, "ranks that failed to plan have raised"
     _, error = attempt(lambda: _fill(model, *planned))
     agree(True, error)
+    # Of parameters under torch's FSDP2 or of a plain model; units make codes in the next forward.
+    requantize_(model)
 
 
 def _plan(

@@ -37,6 +37,7 @@ from megafsdp.errors import CheckpointError, expected
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.hf_config import config_from_hugging_face, config_to_hugging_face
+from megafsdp.optimizer.states.quantized import main_weight_of
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 _PREFIX = "model."
@@ -180,7 +181,7 @@ class HubState:
     """A model's tensors by name, as they are spread over the ranks.
 
     Attributes:
-        tensors: Every distinct one.
+        tensors: Every distinct one; of a quantized parameter the fp32 main weight.
         tied: Further names of tied ones: name -> name in ``tensors``.
         rank_zero: Names of buffers, whose values may differ between ranks.
     """
@@ -219,9 +220,11 @@ def hub_state(model: nn.Module) -> HubState:
     if listed.objects:
         _LOGGER.warning("Hugging Face files have no place for %s", sorted(listed.objects)[:20])
     names = parameter_names(model)
-    tensors: dict[str, torch.Tensor] = {name: parameter for parameter, name in names.items()}
-    for name, tensor in tensors.items():
-        _require_all_experts(name, tensor)
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter, name in names.items():
+        _require_all_experts(name, parameter)
+        weight = main_weight_of(parameter)
+        tensors[name] = parameter if weight is None else weight
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     spelt = {canonical_name(f): p for f, p in bare.named_parameters(remove_duplicate=False)}
     tied = {name: names[p] for name, p in spelt.items() if names[p] != name}

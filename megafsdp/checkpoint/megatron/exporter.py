@@ -188,6 +188,8 @@ def _write_tensors(
     has_less_one: bool,
 ) -> None:
     for key in ours.manifest.tensors:
+        if key.startswith("quantize."):
+            continue  # Histories of delayed scaling begin anew there, as they do in their jobs.
         tensor = ours.tensor(key)
         if key.startswith("model."):
             name = key.removeprefix("model.")
@@ -211,7 +213,7 @@ def _of_experts(tensor: torch.Tensor, name: str, their_names: TheirNames) -> lis
 
 def _num_experts(ours: CheckpointReader, names: Collection[str]) -> dict[str, int]:
     """Return the number of experts by the name of each stack, whole and in parts."""
-    stored = (key.removeprefix("model.") for key in ours.manifest.tensors)
+    stored = (k.removeprefix("model.") for k in ours.manifest.tensors if k.startswith("model."))
     shapes = {n: ours.shape(f"model.{n}") for n in {*names, *stored} if is_stack(n)}
     return {name: shape[0] for name, shape in shapes.items() if len(shape) == 3}
 

@@ -250,6 +250,8 @@ def read_torch_file(path: Path) -> dict[str, object]:
     for section, value in tree.items():
         if section == "rng" and isinstance(value, Mapping):
             entries.update((f"rng.{rank}", state) for rank, state in value.items())
+        elif section == "quantize" and isinstance(value, Mapping):
+            entries.update((f"quantize.{name}", maxima) for name, maxima in value.items())
         elif section not in ("model", "optimizer"):
             entries[section] = value
     return entries
