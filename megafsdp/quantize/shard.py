@@ -12,7 +12,8 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``narrow``, ``w[:, a:b]`` of a matrix along dim 1, between tiles | quantized, codes copied |
 | ``clone``, ``deepcopy``, ``.cpu()``, ``.to(device)``, ``pin_memory`` | quantized, buffers copied |
 | ``deepcopy``, ``.to(device)`` or a pickle of a plain model's parameter | its main weight too |
-| ``new_zeros``, ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
+| ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
+| ``new_zeros`` of as long rows | likewise, and of the same main weight: torch pads rows in it |
 | ``copy_`` of a quantized tensor of the format and shape | the bytes are copied |
 | ``is_pinned`` | whether the codes are |
 | ``zeros_like``; the above with another dtype, or through a tile | plain |
@@ -472,26 +473,30 @@ def _new(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin_memory: bool | None = None,
+    is_same_weight: bool = False,
     **unused: object,
-) -> Tensor | None:
-    """Return zeros of other rows, with the scales that rows share and what all rows have."""
-    shape = tuple(size)
+) -> Tensor:
+    """Return zeros of other rows, with the scales that rows share; plain where they do not fit.
+
+    Those of the same weight have its main weight and histories; others a copy of the histories.
+    """
+    shape, form = tuple(size), shard.recipe.weight
+    dtype, device = dtype or shard.value_dtype, device or shard.device
     is_alike = len(shape) == len(shard.stored_shape) and shape[1:] == shard.stored_shape[1:]
-    if dtype not in (None, shard.value_dtype) or not is_alike:
-        return None
-    form = shard.recipe.weight
     # Rows of a matrix of one scale may be any number: they are a part of one that the format takes.
-    if shape[0] and not form.is_per_tensor and form.reason_against(shape):
-        return None
-    is_here = device is None or device == shard.device
+    has_tiles = is_alike and shape[0] > 0 and not form.is_per_tensor
+    if dtype != shard.value_dtype or not is_alike or (has_tiles and form.reason_against(shape)):
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
+    is_same_weight = is_same_weight and device == shard.device
+    state = shard.state
     made = new_shard(
         shape,
         shard.recipe,
-        dtype=shard.value_dtype,
-        device=device or shard.device,
-        state=shard.state if is_here else None,
+        dtype=dtype,
+        device=device,
+        state=state if is_same_weight or state is None else state.copy(device),
         fqn=shard.fqn,
-        main=shard.main if is_here else None,
+        main=shard.main if is_same_weight else None,
         scale_shape=shard.scale_shape,
     )
     if made.scales().shared and shape[0]:
@@ -500,9 +505,17 @@ def _new(
     return _pin_memory(made) if pin_memory else made
 
 
-def _new_plain(
+def _new_zeros(shard: QuantizedShard, size: Sequence[int], **options: Any) -> Tensor:
+    # torch's FSDP2 pads a rank's rows in zeros, of which it makes the parameter anew.
+    return _new(shard, size, is_same_weight=True, **options)
+
+
+def _empty_like(shard: QuantizedShard, *, memory_format: object = None, **options: Any) -> Tensor:
+    return _new(shard, shard.shape, **options)
+
+
+def _zeros_like(
     shard: QuantizedShard,
-    size: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
@@ -510,24 +523,11 @@ def _new_plain(
     **unused: object,
 ) -> Tensor:
     return torch.zeros(
-        tuple(size),
+        shard.shape,
         dtype=dtype or shard.value_dtype,
         device=device or shard.device,
         pin_memory=bool(pin_memory),
     )
-
-
-def _new_or_plain(shard: QuantizedShard, size: Sequence[int], **options: Any) -> Tensor:
-    made = _new(shard, size, **options)
-    return _new_plain(shard, size, **options) if made is None else made
-
-
-def _empty_like(shard: QuantizedShard, *, memory_format: object = None, **options: Any) -> Tensor:
-    return _new_or_plain(shard, shard.shape, **options)
-
-
-def _zeros_like(shard: QuantizedShard, *, memory_format: object = None, **options: Any) -> Tensor:
-    return _new_plain(shard, shard.shape, **options)
 
 
 def _scale_shape_of(source: QuantizedTensor) -> tuple[int, ...]:
@@ -588,8 +588,8 @@ _OPERATORS: Mapping[OpOverload, Callable[..., Any]] = {
     _aten._to_copy.default: _to_copy,
     _aten._pin_memory.default: _pin_memory,
     _aten.is_pinned.default: _is_pinned,
-    _aten.new_zeros.default: _new_or_plain,
-    _aten.new_empty.default: _new_or_plain,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.new_empty.default: _new,
     _aten.empty_like.default: _empty_like,
     _aten.zeros_like.default: _zeros_like,
     _aten.copy_.default: _copy,

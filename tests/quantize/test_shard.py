@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import megafsdp
 from megafsdp.fsdp.runtime.torch_fsdp import encode_main_weights, shard_of
 from megafsdp.quantize import shard as shard_file
+from megafsdp.quantize.main_weight import MainWeight
 from megafsdp.quantize.recipes import RECIPE_NAMES, recipe_of
 from megafsdp.quantize.shard import QuantizedShard, rebuild_quantized
 
@@ -160,6 +161,21 @@ def test_cuts_between_tiles_stay_quantized(recipe: str) -> None:
                 weight.narrow(dim, 8, 128)
     with pytest.raises(RuntimeError, match="narrow"):
         weight.view(-1).narrow(0, 8, 128)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_copy_to_a_new_buffer_leaves_the_parameter_alone(recipe: str) -> None:
+    """What stages a save, or keeps a backup, has no part in the next step of the weight."""
+    weight, other = made(recipe), made(recipe, seed=1)
+    main = weight.main
+    assert isinstance(main, MainWeight) and not torch.equal(weight.codes, other.codes)
+    before = [h.clone() for h in weight.state.histories()] if weight.state else []
+    for buffer in (torch.empty_like(weight), weight.detach().new_empty(ROWS, COLS)):
+        assert isinstance(buffer, QuantizedShard) and buffer.main is None
+        buffer.copy_(other.detach())
+        assert torch.equal(buffer.codes, other.codes) and not main.is_overtaken
+    if weight.state is not None:
+        assert all(map(torch.equal, weight.state.histories(), before))
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
