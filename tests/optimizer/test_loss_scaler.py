@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megafsdp import (
     FusedAdam,
@@ -16,6 +19,7 @@ from megafsdp import (
     checkpoint,
     clip_grad_norm_,
     full_state_dict,
+    fully_shard,
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
@@ -321,3 +325,46 @@ def test_checkpoints_carry_the_scaler(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, step=1, model=model, loss_scaler=saved)
     checkpoint.load(tmp_path, model=model, loss_scaler=loaded)
     assert loaded.state_dict() == saved.state_dict() != LossScaler(rule).state_dict()
+
+
+class _TensorParallel(nn.Module):
+    """Layers of which tensor parallelism cuts one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.whole, self.cut = nn.Linear(6, 8), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what a loss is made of."""
+        return self.cut(self.whole(x))
+
+
+def _torchs_scale(kind: str) -> tuple[float, list[bool]]:
+    net = _TensorParallel()
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net.cut, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        fully_shard(net, mesh=mesh["dp"])
+    else:
+        # Their gradients come first, and all ranks have all of them.
+        fully_shard(net.whole, strategy=kind)
+        fully_shard(net)
+    optimizer, scaler = adamw(net), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(net(torch.ones(2, 6)).sum()).backward()
+    rows = local_tensor(net.cut.weight.grad)
+    if dist.get_rank() == 1:
+        rows.view(-1)[-1] = math.inf
+    before = {name: local_tensor(p).clone() for name, p in net.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    stayed = [torch.equal(local_tensor(p), before[name]) for name, p in net.named_parameters()]
+    return scaler.get_scale(), stayed
+
+
+@pytest.mark.parametrize("kind", ["no_shard", "optim", "tp"])
+def test_torchs_scaler_skips_on_all_ranks_whatever_cuts_the_first_gradient(
+    ranks: Ranks, kind: str
+) -> None:
+    """torch asks the ranks of the first gradient alone; the infinite one is of others."""
+    assert ranks(2).run(_torchs_scale, kind) == [(2.0, [True] * 4)] * 2

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.operands import (
@@ -67,9 +68,8 @@ _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _FUSED_SGD = "_fused_sgd_"
 # Those that torch combines over ranks at once.
-_REDUCTIONS = frozenset(
-    {"equal", "_amp_foreach_non_finite_check_and_unscale_", "_is_any_true", "_is_all_true"}
-)
+_REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 # Names of functions and methods, not of operators; rule_function() alone reads these four (2.11).
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
 _EXTREMA = frozenset({"max", "min"})
@@ -226,6 +226,28 @@ def _reduce(
     return result
 
 
+def _unscale(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Unscale gradients, and tell every rank that has rows of one of what is not finite.
+
+    torch tells the ranks of the first gradient alone, and others may be cut over other axes.
+    """
+    grads, found_inf, inverse_scale = args
+    local = [local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads]
+    func(local, found_inf, inverse_scale, **kwargs)
+    count_writes(func, (local, found_inf, inverse_scale), kwargs)
+    cuts = {(g.device_mesh, g.placements): None for g in grads if isinstance(g, DTensor)}
+    groups = [
+        mesh.get_group(axis)
+        for mesh, placements in cuts
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate()
+    ]
+    for group in dict.fromkeys(groups):
+        all_reduce(found_inf, op="max", group=group, label=name)
+
+
 def _statistic(
     func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor | list[DTensor]:
@@ -301,6 +323,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
+    _UNSCALE: _unscale,
     "select": _select_row,
 }
 
@@ -328,7 +351,7 @@ def rule_function(
         return _run_on_stand_ins(func, args, kwargs)
     is_statistic = name in STATISTICS
     with without_torch_function():
-        is_reduction = is_statistic or name in _REDUCTIONS
+        is_reduction = is_statistic or name in _REDUCTIONS or name == _UNSCALE
         if is_reduction or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
             is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):

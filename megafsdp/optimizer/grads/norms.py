@@ -307,8 +307,12 @@ def norms_of_parts(
             for near in by_device(tensors):
                 power = _local_power(near, norm_type).to(device)
                 own[i] = torch.maximum(own[i], power) if is_max else own[i] + power
-        if group is not None:
-            all_reduce(own, op="max" if is_max else "sum", group=group, label="grad norm")
+        if group is not None and is_max:
+            # By their bits, among which NaN is the largest: a backend's maximum may lose it.
+            bits = own.masked_fill_(own.isnan(), math.nan).view(torch.int64)
+            all_reduce(bits, op="max", group=group, label="grad norm")
+        elif group is not None:
+            all_reduce(own, op="sum", group=group, label="grad norm")
         total = torch.maximum(total, own) if is_max else total + own
     return (total if is_max else total.pow(1.0 / norm_type)).float()
 

@@ -63,7 +63,7 @@ def test_the_norm_of_a_long_tensor_is_exact() -> None:
     assert clip_grad_norm_([parameter], 1e9).item() == pytest.approx(wanted, rel=1e-6)
 
 
-def _nonfinite() -> float:
+def _nonfinite(norm_type: float) -> float:
     _, net = pair()
     batch = batches(1)[0]
     net(*mine(batch)).backward()
@@ -71,14 +71,15 @@ def _nonfinite() -> float:
         net.blocks[0].up.weight.grad.fill_(math.nan)
     before = net.head.weight.grad.local.clone()
     with pytest.raises(RuntimeError, match="finite gradient norm"):
-        clip_grad_norm_(net, 1.0, error_if_nonfinite=True)
+        clip_grad_norm_(net, 1.0, norm_type, error_if_nonfinite=True)
     assert torch.equal(net.head.weight.grad.local, before)
-    return clip_grad_norm_(net, 1.0).item()
+    return clip_grad_norm_(net, 1.0, norm_type).item()
 
 
-def test_a_nonfinite_norm_is_seen_by_all_ranks(ranks: Ranks) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_nonfinite_norm_is_seen_by_all_ranks(ranks: Ranks, norm_type: float) -> None:
     """A NaN on one rank raises on all, before anything is scaled."""
-    assert all(math.isnan(norm) for norm in ranks(2).run(_nonfinite))
+    assert all(math.isnan(norm) for norm in ranks(2).run(_nonfinite, norm_type))
 
 
 def test_a_norm_needs_a_positive_order() -> None:
