@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafsdp import FusedAdam, Muon
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.format.manifest import Manifest, Record, read_manifest, write_manifest
@@ -121,6 +122,26 @@ def test_an_optimizer_needs_its_section(tmp_path: Path) -> None:
     state = full_state(model, optimizer)
     load(tmp_path, model=model, optimizer=optimizer, strict="model")
     assert differences(state, full_state(model, optimizer)) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adamax, Muon])
+def test_states_of_another_kind_of_optimizer_are_refused(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """FusedAdam would begin with the count of steps and without moments; relaxed, it does anew."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    adam = FusedAdam(model.parameters())
+    name = "exp_inf" if kind is torch.optim.Adamax else "momentum_buffer"
+    message = _refusal(tmp_path, model, optimizer=adam)
+    assert f"not asked for: optimizer.state.0.weight.{name}, " in message.replace(
+        "0.bias", "0.weight"
+    )
+    load(tmp_path, model=model, optimizer=adam, strict="none")
+    assert all(name not in states for states in adam.state.values())
 
 
 def test_contradicting_arguments_are_refused(tmp_path: Path) -> None:

@@ -85,10 +85,10 @@ def _save_at_each_fraction(root: Path, pairs: _Pairs) -> list[Any]:
         ),
     ],
 )
-def test_c3_states_are_stored_alike_whatever_is_offloaded(
+def test_states_are_stored_alike_whatever_is_offloaded(
     ranks: Ranks, tmp_path: Path, pairs: _Pairs
 ) -> None:
-    """C3: the same keys, shapes and bits at each fraction, on all ranks; each loads others'."""
+    """The same keys, shapes and bits at each fraction, on all ranks; each loads others'."""
     found = ranks(2).run(_save_at_each_fraction, tmp_path, pairs)
     assert all(own == found[0][0] for listed in found for own in listed)
     kinds, _ = found[0][0]
@@ -109,8 +109,8 @@ def _save_with(root: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c4_main_weights_are_stored_once(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """C4: as the model's weights, in fp32; no state repeats them under another name."""
+def test_main_weights_are_stored_once(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """As the model's weights, in fp32; no state repeats them under another name."""
     ranks(2).run(_save_with, tmp_path, kind)
     stored = stored_tensors(tmp_path, 2)
     weights = {k: t for k, t in stored.items() if k.startswith("model.")}
@@ -142,8 +142,8 @@ def _describe(root: Path, fraction: float) -> tuple[Counter[str], Counter[str]]:
     return saving.calls, loading.calls
 
 
-def test_c5_chunks_are_described_without_a_collective(ranks: Ranks, tmp_path: Path) -> None:
-    """C5: by arithmetic on each rank; saves and loads cost as many as without offload, a few."""
+def test_chunks_are_described_without_a_collective(ranks: Ranks, tmp_path: Path) -> None:
+    """By arithmetic on each rank; saves and loads cost as many as without offload, a few."""
     with_offload = ranks(2).run(_describe, tmp_path, 1.0)
     assert with_offload == ranks(2).run(_describe, tmp_path, 0.0)
     for saving, loading in with_offload:
@@ -181,8 +181,8 @@ def _callers(name: str) -> list[str]:
     return sorted({path for path, called in named if called == name})
 
 
-def test_c6_uneven_chunks_are_made_in_one_place() -> None:
-    """C6: cuts in uneven_layout.py, chunk lists in uneven.py, which all others read."""
+def test_uneven_chunks_are_made_in_one_place() -> None:
+    """Cuts in uneven_layout.py, chunk lists in uneven.py, which all others read."""
     assert _definitions("regions_of_range") == ["megafsdp/buffer/dtensor/uneven_layout.py"]
     for name in ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__"):
         assert _definitions(name) == ["megafsdp/buffer/dtensor/uneven.py"], name
@@ -208,8 +208,8 @@ def _one_description() -> list[dict[str, Any]]:
     return [chunks, {key: tuple(stored.shape) for key, stored in found.items()}]
 
 
-def test_c6_chunks_of_offloaded_states_cover_each_element_once(ranks: Ranks) -> None:
-    """C6: what ranks list by themselves fits together, rank after rank."""
+def test_chunks_of_offloaded_states_cover_each_element_once(ranks: Ranks) -> None:
+    """What ranks list by themselves fits together, rank after rank."""
     found = ranks(3).run(_one_description)
     shapes = found[0][1]
     assert found[0][0]
@@ -264,8 +264,8 @@ def _saved_twice(root: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c12_runs_saved_twice_resume_bit_for_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """C12: bf16 copies to and from a late worker; in the background at step 3, again at 5."""
+def test_runs_saved_twice_resume_bit_for_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Bf16 copies to and from a late worker; in the background at step 3, again at 5."""
     ranks(2).run(_saved_twice, tmp_path, kind)
 
 

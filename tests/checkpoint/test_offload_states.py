@@ -58,10 +58,10 @@ def _fused_states(root: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("ours", 3), ("torch's", 2)])
-def test_c8_states_of_fused_parameters_are_stored_in_their_parts(
+def test_states_of_fused_parameters_are_stored_in_their_parts(
     ranks: Ranks, tmp_path: Path, kind: str, world_size: int
 ) -> None:
-    """C8: SwiGLU and gated delta nets, by the parameter's shape, though the host's are flat."""
+    """SwiGLU and gated delta nets, by the parameter's shape, though the host's are flat."""
     wanted = ranks(world_size).run(_fused_states, tmp_path, kind)[0]
     stored = stored_tensors(tmp_path, 2)
     for state in ("exp_avg", "exp_avg_sq", "step"):
@@ -99,8 +99,8 @@ def _wrong_numels(root: Path) -> None:
     assert str(tuple(net.embedding.weight.shape)) in str(error.value)
 
 
-def test_c8_a_state_of_another_size_is_refused_by_both_shapes(ranks: Ranks, tmp_path: Path) -> None:
-    """C8: that of the state and that of the parameter, before anything is loaded or written."""
+def test_a_state_of_another_size_is_refused_by_both_shapes(ranks: Ranks, tmp_path: Path) -> None:
+    """That of the state and that of the parameter, before anything is loaded or written."""
     ranks(2).run(_wrong_numels, tmp_path)
     assert not list(tmp_path.glob("iter_*"))
 
@@ -130,8 +130,8 @@ def _shapes_of_loaded_states(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c9_states_are_taken_in_the_parameters_shape_and_flat(ranks: Ranks, kind: str) -> None:
-    """C9: sharded, or what this rank holds, as its rows or as one dimension."""
+def test_states_are_taken_in_the_parameters_shape_and_flat(ranks: Ranks, kind: str) -> None:
+    """Sharded, or what this rank holds, as its rows or as one dimension."""
     ranks(2).run(_shapes_of_loaded_states, kind)
 
 
@@ -178,6 +178,6 @@ def _loaded_in_place(root: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c10_loads_write_into_the_hosts_memory(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """C10: by checkpoints and state dicts, into the tensors that the host steps, used or fresh."""
+def test_loads_write_into_the_hosts_memory(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """By checkpoints and state dicts, into the tensors that the host steps, used or fresh."""
     ranks(2).run(_loaded_in_place, tmp_path, kind)

@@ -366,5 +366,5 @@ def _torchs_scale(kind: str) -> tuple[float, list[bool]]:
 def test_torchs_scaler_skips_on_all_ranks_whatever_cuts_the_first_gradient(
     ranks: Ranks, kind: str
 ) -> None:
-    """torch asks the ranks of the first gradient alone; the infinite one is of others."""
+    """Torch asks the ranks of the first gradient alone; the infinite one is of others."""
     assert ranks(2).run(_torchs_scale, kind) == [(2.0, [True] * 4)] * 2

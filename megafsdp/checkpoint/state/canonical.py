@@ -44,6 +44,9 @@ class HasCanonicalState(Protocol):
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states in the form of checkpoints; local."""
 
+    def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
+        """Return the names of the states that a parameter may have; None for any; local."""
+
     def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter's weight in the form of checkpoints, or the parameter; local."""
 

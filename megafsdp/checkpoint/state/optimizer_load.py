@@ -125,6 +125,9 @@ def plan_optimizer_load(
         for name, parameter in zip(group_names, group["params"], strict=True):
             form = stored_form(name, parameter).as_in(stored)
             state_names = dict.fromkeys(s for part in form.parts for s in stored.get(part, {}))
+            # Another optimizer's stay unused, which a strict load refuses.
+            known = _known_names(optimizer, parameter)
+            state_names = {s: None for s in state_names if known is None or s in known}
             load.state[parameter] = {
                 state_name: [state_key(part, state_name) for part in form.parts]
                 for state_name in state_names
@@ -145,6 +148,14 @@ def plan_optimizer_load(
                 state = _planned_state(load, state_name, parameter, group, form, manifest)
                 load.tensors.update(zip(keys, form.pieces(state), strict=True))
     return load
+
+
+def _known_names(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+) -> frozenset[str] | None:
+    if isinstance(optimizer, HasCanonicalState):
+        return optimizer.canonical_names(parameter)
+    return None
 
 
 def _is_left_alone(state_name: str, form: StoredForm, is_ignored: Callable[[str], bool]) -> bool:

@@ -85,6 +85,25 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
             )
 
 
+def check_loaded_decay(groups: Iterable[Mapping[str, Any]], *, adam_w_mode: bool) -> None:
+    """Check that the groups of a state dict decay as the optimizer that loads them does.
+
+    Raises:
+        ValueError: They were decayed with a gradient and are now without one, or the reverse.
+    """
+    for group in groups:
+        decoupled = group.get("decoupled_weight_decay", adam_w_mode)
+        if decoupled != adam_w_mode and group.get("weight_decay"):
+            raise ValueError(
+                expected(
+                    f"groups with decoupled_weight_decay={adam_w_mode}",
+                    f"decoupled_weight_decay={decoupled} and a decay of {group['weight_decay']}",
+                    where="a state dict that FusedAdam loads",
+                    hint=f"Build FusedAdam(adam_w_mode={decoupled}), or change the state dict",
+                )
+            )
+
+
 def check_remainders(group: Mapping[str, Any]) -> None:
     """Check that a parameter group's parameters are the high halves of fp32 weights.
 

@@ -30,6 +30,7 @@ from megafsdp.optimizer.adam.checks import (
     check_capturable,
     check_group,
     check_hyperparameters,
+    check_loaded_decay,
     check_remainders,
     check_scaled_state,
 )
@@ -62,6 +63,7 @@ _COPIED = (
     "capturable",
     "ftz",
 )
+_STATE_NAMES = frozenset({"step", *STATES, *OF_WEIGHTS})
 # Of the groups of torch's AdamW, beside its hyperparameters. 2.11 to 2.13.
 _TORCH_OPTIONS = {
     "amsgrad": False,
@@ -472,7 +474,8 @@ class FusedAdam(Optimizer):
         def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal packed
             packed = loaded
-            check_loaded_states(packed, self.param_groups, ("step", *STATES, *OF_WEIGHTS))
+            check_loaded_states(packed, self.param_groups, self.canonical_names)
+            check_loaded_decay(packed["param_groups"], adam_w_mode=self.adam_w_mode)
             return packed | {"state": {}}
 
         first = self.register_load_state_dict_pre_hook(set_states_aside)
@@ -516,6 +519,10 @@ class FusedAdam(Optimizer):
         A load assigns tensors like these to :attr:`state`, in any dtype.
         """
         return self._store.full_precision(parameter, self.state.get(parameter, {}))
+
+    def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
+        """Return the names of the states that a parameter may have; None for any; local."""
+        return _STATE_NAMES
 
     def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter's weight as checkpoints store it; local.

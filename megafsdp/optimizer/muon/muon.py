@@ -160,7 +160,7 @@ class Muon(Optimizer):
 
         # After the hooks of others, which may replace what is loaded.
         def check(_: Optimizer, packed: dict[str, Any]) -> None:
-            check_loaded_states(packed, self.param_groups, ("step", *_STATES))
+            check_loaded_states(packed, self.param_groups, lambda _: ("step", *_STATES))
 
         with self.register_load_state_dict_pre_hook(check):
             super().load_state_dict(state_dict)

@@ -352,6 +352,11 @@ class HybridDeviceOptimizer(FusedAdam):
         host = self._host
         return [] if host is None else [p for p in self._parameters() if host.steps(p)]
 
+    def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
+        """Return the names of the states that a parameter may have; None for any; local."""
+        is_ours = self._host is None or not self._host.steps(parameter)
+        return super().canonical_names(parameter) if is_ours else None
+
     def _take_over(self, parameter: torch.Tensor) -> None:
         if self._host is None or not self._host.steps(parameter):
             super()._take_over(parameter)

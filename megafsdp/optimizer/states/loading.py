@@ -5,7 +5,7 @@ Values are checked against the parameters of this rank; how they are kept is up 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,18 +31,18 @@ def packed_parameters(
 def check_loaded_states(
     packed: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
-    known_names: Collection[str],
+    names_of: Callable[[torch.Tensor], Collection[str] | None],
 ) -> None:
-    """Check that the states of a state dict are as long as what this rank has; local.
+    """Check that the states of a state dict have the shape of what this rank has; local.
 
     Args:
         packed: The state dict.
         param_groups: Of the optimizer that loads it.
-        known_names: Names of the states that it can use.
+        names_of: Returns the names of the states that it can use for a parameter; None for any.
 
     Raises:
         NotImplementedError: A state is whole, or torch has cut it.
-        ValueError: A plain state has another length than this rank's rows; or an option or a state
+        ValueError: A plain state has another shape than this rank's rows; or an option or a state
             of the optimizer that made it is not built here.
     """
     for group in packed["param_groups"]:
@@ -57,11 +57,12 @@ def check_loaded_states(
                     )
                 )
     for index, parameter in packed_parameters(packed, param_groups):
+        known_names = names_of(parameter)
         for name, value in packed["state"].get(index, {}).items():
-            if name not in known_names:
+            if known_names is not None and name not in known_names:
                 raise ValueError(
                     expected(
-                        f"states among {', '.join(known_names)}",
+                        f"states among {', '.join(sorted(known_names))}",
                         f"a state '{name}'",
                         where=f"parameter {index} of a loaded state dict",
                         hint="Load it into an optimizer of the kind that made it, or rename states",
@@ -77,10 +78,10 @@ def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> No
     if isinstance(value, DTensor) and not is_cut_alike(value, parameter):
         refuse_full_state(where)
     own = local_tensor(parameter)
-    if local_tensor(value).numel() != own.numel():
+    if local_tensor(value).shape not in (own.shape, (own.numel(),)):
         raise ValueError(
             expected(
-                f"the {own.numel()} elements of this rank, {(*own.shape,)}, or a DTensor",
+                f"this rank's rows, of shape {(*own.shape,)}, or flat, or a DTensor",
                 f"a tensor of shape {tuple(value.shape)}",
                 where=where,
                 hint="Load full states by torch_save_to_dcp() and torch.distributed.checkpoint",

@@ -456,11 +456,14 @@ def _foreign_options() -> None:
             mine.load_state_dict(odd.state_dict())
     train(run, range(1))
     packed = run.optimizer.state_dict()
-    packed["state"][0]["exp_avg"] = torch.zeros(VOCABULARY, WIDTH)
-    with pytest.raises(ValueError, match="elements of this rank"):
-        run.optimizer.load_state_dict(packed)
+    rows = local_tensor(packed["state"][0]["exp_avg"])
+    # The last one has as many elements as the rows.
+    for other in (torch.zeros(VOCABULARY, WIDTH), rows.t().contiguous()):
+        packed["state"][0]["exp_avg"] = other
+        with pytest.raises(ValueError, match="this rank's rows, of shape"):
+            run.optimizer.load_state_dict(packed)
 
 
 def test_what_fused_adam_would_ignore_is_refused(ranks: Ranks) -> None:
-    """Options with another arithmetic, and plain states of another length, are named."""
+    """Options with another arithmetic, and plain states of another shape, are named."""
     ranks(2).run(_foreign_options)

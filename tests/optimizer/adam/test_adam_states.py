@@ -696,3 +696,15 @@ def test_states_of_another_kind_are_refused(kind: type[torch.optim.Optimizer]) -
     after = optimizer.state_dict()
     assert before["param_groups"] == after["param_groups"]
     assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_a_decay_of_the_other_kind_is_refused(adam_w_mode: bool) -> None:
+    """Nothing in this class's groups could say it; without a decay there is no difference."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    kind = torch.optim.Adam if adam_w_mode else torch.optim.AdamW
+    optimizer = FusedAdam([weight], adam_w_mode=adam_w_mode)
+    with pytest.raises(ValueError, match=rf"FusedAdam\(adam_w_mode={not adam_w_mode}\)"):
+        optimizer.load_state_dict(kind([weight], weight_decay=0.1).state_dict())
+    optimizer.load_state_dict(kind([weight], weight_decay=0).state_dict())
+    assert optimizer.param_groups[0]["weight_decay"] == 0
