@@ -166,11 +166,12 @@ class HostArena:
         return self._memory.nbytes if self.is_pinned else 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor of zeros behind those taken before."""
+        """Return a 1-D tensor of zeros behind those taken before, with its own count of writes."""
         nbytes = numel * dtype.itemsize
         start, stop = self._end, self._end + nbytes
         if stop > self._memory.nbytes:
             memory = host_bytes(nbytes, is_pinned=self.is_pinned, is_meta=self._is_meta)
             return memory[:nbytes].view(dtype)
         self._end += aligned_nbytes(nbytes)
-        return self._memory[start:stop].view(dtype)
+        # By .data: a write to the cast of a weight, which lies beside it, is none to the weight.
+        return self._memory[start:stop].view(dtype).data

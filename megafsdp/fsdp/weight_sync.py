@@ -240,7 +240,10 @@ def mark_main_weights_changed(
 ) -> None:
     """Mark main weights below a module as edited in place; called on all ranks alike.
 
-    Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves.
+    Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
+    parameters are noticed. Needed after writes to ``.local`` or ``to_local()``, which ranks without
+    rows do not make, and after lists (``torch._foreach_mul_``) that write to ``no_shard``
+    parameters, which torch does not count.
 
     Args:
         module: A module with units below it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -427,6 +427,59 @@ def _stepped_without_gradients(strategy: str) -> None:
 def test_a_step_counts_without_gradients(ranks: Ranks, strategy: str) -> None:
     """The next forward reads what an optimizer wrote to weights that had none."""
     ranks(2).run(_stepped_without_gradients, strategy)
+
+
+def _halve_in_lists(tensors: Iterable[torch.Tensor]) -> None:
+    torch._foreach_mul_(list(tensors), 0.5)
+
+
+def _halve(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.mul_(0.5)
+
+
+def _rename(
+    module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
+) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+EDITS: dict[str, Callable[[nn.Module], None]] = {
+    "parameters": lambda net: _halve_in_lists(net.parameters()),
+    "data": lambda net: _halve_in_lists(p.data for p in net.parameters()),
+    "detached": lambda net: _halve_in_lists(p.detach() for p in net.parameters()),
+    "one by one": lambda net: _halve(p.data for p in net.parameters()),
+    "state dict": lambda net: _halve(net.state_dict().values()),
+    "rows of the state dict": lambda net: _halve(map(local_tensor, net.state_dict().values())),
+}
+
+
+def _edited(strategy: str, edit: str, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    for layer in reference:
+        layer.register_state_dict_post_hook(_rename)
+    net = copy.deepcopy(reference)
+    for layer in net:
+        fully_shard(layer, strategy=strategy, mp_policy=MixedPrecisionPolicy(dtype))
+    fully_shard(net, strategy=strategy, mp_policy=MixedPrecisionPolicy(dtype))
+    reference.to(dtype)
+    x = torch.ones(2, 4, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(net(x), reference(x))
+        for model in (net, reference):
+            EDITS[edit](model)
+        assert torch.equal(net(x), reference(x))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+def test_the_next_forward_sees_edits_by_hand(ranks: Ranks, strategy: str, edit: str) -> None:
+    """Of aliases, by lists, as an evaluation of averages makes them, and of renamed entries."""
+    ranks(2).run(_edited, strategy, edit, None)
+    # What torch counts of replicated parameters: no lists. A renamed entry is not found.
+    if strategy != "no_shard" or edit == "one by one":
+        ranks(2).run(_edited, strategy, edit, torch.bfloat16)
 
 
 def _forward_without_backward() -> None:

@@ -59,7 +59,7 @@ _NEW_EMPTY = "new_empty"
 # Elementwise in effect, with results of the source's shape, though torch does not tag them
 # pointwise.
 _LIKE = frozenset(
-    {"detach", "clone", "alias", "contiguous", "_to_copy", "lift_fresh", "copy_"}
+    {"clone", "contiguous", "_to_copy", "lift_fresh", "copy_"}
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full")}
     | {"zero_", "fill_"}
 )
@@ -72,6 +72,7 @@ _REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 # Names of functions and methods, not of operators; rule_function() alone reads these four (2.11).
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
+_ALIASES = frozenset({"detach", "alias"})
 _EXTREMA = frozenset({"max", "min"})
 _INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
 _METADATA = frozenset(
@@ -213,6 +214,15 @@ def _run_by_rule(
     return _run_on_locals(func, args, kwargs)
 
 
+def _alias(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RowShardedDTensor:
+    """Return another tensor over the same local one, which counts what is written to either."""
+    # An alias of the local tensor, made below autograd, would have a count of its own.
+    (source,) = args
+    return type(source).wrap(local_of(source), spec_of(source), source._uneven_layout)
+
+
 def _reduce(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -323,6 +333,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(_ALIASES, _alias),
     _UNSCALE: _unscale,
     "select": _select_row,
 }
@@ -339,7 +350,7 @@ def rule_function(
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     bare = name.strip("_")
-    is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _CONVERSIONS | DRAWS)
+    is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _ALIASES | _CONVERSIONS | DRAWS)
     if name == "__getitem__" and type(args[1]) is int:
         name, args, is_like = "select", (args[0], 0, args[1]), True
     # The second name is that of the operator behind __rdiv__ and __iadd__.

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
+from megafsdp.buffer.dtensor.uneven import ReplicatedParameter, UnevenDTensor, wrap_like
 from megafsdp.device.torch_private import func_transforms
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import (
@@ -36,7 +36,7 @@ from megafsdp.fsdp.params.meta import (
     mark_initialized,
 )
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
-from megafsdp.mesh.torch_private import StridedShard, local_of
+from megafsdp.mesh.torch_private import StridedShard, local_of, set_local
 
 
 def refuse_changes(
@@ -284,14 +284,13 @@ def _after_state_dict(
     """Make writes of ``torch.distributed.checkpoint`` to a state dict count as writes of ours."""
     for name, parameter in module._parameters.items():
         shown = state.get(f"{prefix}{name}")
-        if not (isinstance(shown, DTensor) and isinstance(parameter, DTensor)):
+        if not (isinstance(shown, DTensor) and isinstance(parameter, ReplicatedParameter)):
             continue
         own = local_of(parameter)
-        is_alias = local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype
         # A hook of the user may have put a copy there, whose writes are not ours.
-        if is_alias and shown is not parameter:
-            # torch detaches, which starts a count of writes of its own; this one shares ours.
-            state[f"{prefix}{name}"] = wrap_like(parameter, own)
+        if local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype:
+            # torch detaches the local tensor too, which starts a count of writes of its own.
+            set_local(shown, own)
 
 
 def _before_load_state_dict(
