@@ -258,8 +258,13 @@ class UnevenDTensor(RowShardedDTensor):
         """Return the whole tensor on every rank; collective over the ranks that divide it.
 
         The data axes are gathered first, then the model axis that cuts the tensor, if one does.
-        Allocates the result, a part on the way, and padded gather buffers. Outside autograd.
+        Allocates the result, a part on the way, and padded gather buffers. Within autograd, where
+        the gradient of the whole must be equal on all ranks; outside of it under torch 2.11.
         """
+        is_watched = self.requires_grad and torch.is_grad_enabled() and not IS_DISPATCH_BYPASSED
+        return _Whole.apply(self) if is_watched else self._gathered()
+
+    def _gathered(self) -> torch.Tensor:
         layout, part = self._uneven_layout, self._uneven_layout.part
         # An offloaded tensor lies on the host, from which NCCL cannot gather.
         rows = self.local.reshape(-1).to(self.device_mesh.device_type)
@@ -483,6 +488,22 @@ class _LocalRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
         """Wrap the gradient of the rows."""
         return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
+
+
+class _Whole(torch.autograd.Function):
+    """Return an uneven DTensor's whole tensor; cut its gradient likewise in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        """Gather the whole."""
+        ctx.spec, ctx.layout, ctx.device = tensor._spec, tensor.uneven_layout, tensor.local.device
+        return tensor._gathered()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
+        """Wrap this rank's rows of the gradient."""
+        rows = ctx.layout.rows_of(grads[0]).to(ctx.device)
+        return UnevenDTensor.wrap(rows, ctx.spec, ctx.layout)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
