@@ -212,6 +212,10 @@ def _write_from_full(tensor: DTensor, full: torch.Tensor) -> bool:
 
     Local, but for quantized parameters, whose scales ranks may share.
     """
+    if tensor.ndim == 0:
+        wait_before_load()
+        local_of(tensor).copy_(full)
+        return True
     if not isinstance(tensor, UnevenDTensor):
         return write_full_values(tensor, full)
     wait_before_load()
@@ -241,9 +245,9 @@ def mark_main_weights_changed(
     """Mark main weights below a module as edited in place; called on all ranks alike.
 
     Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
-    parameters are noticed. Needed after writes to ``.local`` or ``to_local()``, which ranks without
-    rows do not make, and after lists (``torch._foreach_mul_``) that write to ``no_shard``
-    parameters, which torch does not count.
+    sharded parameters are noticed. Needed after writes to ``.local`` or ``to_local()``, which ranks
+    without rows do not make, and after writes to ``no_shard`` parameters whose compute weights have
+    another dtype, of which torch does not count all.
 
     Args:
         module: A module with units below it.

@@ -379,6 +379,7 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
     tensor cannot say how it is cut. 2.11 to 2.13.
     """
     write_chunks = _state_dict_utils._distribute_tensors
+    broadcast = dcp_state_dict._broadcast_state_dict
     distribute = dcp_state_dict._distribute_state_dict
 
     @functools.wraps(write_chunks)
@@ -405,12 +406,27 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
             if not (
                 isinstance(own := local_state_dict.get(key), DTensor)
                 and isinstance(value, torch.Tensor)
-                and value.ndim > 0
                 and write(own, value)
             )
         }
         distribute(rest, local_state_dict, *args, **kwargs)
 
+    @functools.wraps(broadcast)
+    def broadcast_state_dict(
+        full_state_dict: dict[str, Any],
+        local_state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        own = {k: v for k, v in local_state_dict.items() if isinstance(v, DTensor) and not v.ndim}
+        broadcast(full_state_dict, local_state_dict, *args, **kwargs)
+        # torch gives a number in the place of each.
+        for key, tensor in own.items():
+            value = local_state_dict.get(key)
+            if type(value) is torch.Tensor and write(tensor, value):
+                local_state_dict[key] = tensor
+
     # Broadcast from rank 0, and given by every rank.
     _state_dict_utils._distribute_tensors = distribute_tensors
+    dcp_state_dict._broadcast_state_dict = broadcast_state_dict
     dcp_state_dict._distribute_state_dict = distribute_state_dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -632,3 +633,50 @@ def test_containers_of_inputs_stay_what_they_are(kind: str) -> None:
         assert torch.equal(changed.x, 2 * x) and changed.n == 1 and given.x is x
     else:
         assert changed.label == "inputs" and torch.equal(changed[0], 2 * x) and given[0] is x
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Changes what it is given, and finds the rest by itself."""
+
+    y: torch.Tensor
+    total: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "y", 2 * self.y)
+        object.__setattr__(self, "total", self.y.sum())
+
+
+def test_dataclasses_are_not_made_anew() -> None:
+    """Fields that the class fills are kept, and replaced, and nothing is computed twice."""
+    given = Scaled(torch.ones(2))
+    changed = map_tensors(given, lambda t: t.to(torch.bfloat16))
+    assert type(changed) is Scaled and given.y.dtype == torch.float32
+    assert torch.equal(changed.y, torch.full((2,), 2.0, dtype=torch.bfloat16))
+    assert torch.equal(changed.total, torch.tensor(4.0, dtype=torch.bfloat16))
+    assert map_tensors(given, lambda t: t) is given
+
+
+def _saved_after_an_error() -> None:
+    reference, net = pair(num_blocks=1)
+
+    def broken(grad: torch.Tensor) -> None:
+        raise ValueError("broken")
+
+    def breaks(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(broken)
+
+    hook = net.blocks[0].register_forward_hook(breaks)
+    with pytest.raises(ValueError, match="broken"):
+        net(*mine(batches(1)[0])).backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"after an exception .* reset_iter_state\(\)"):
+        net.state_dict()
+    net.reset_iter_state()
+    assert _shown(net) == {"sharded"}
+    assert_same_parameters(net, reference, rtol=0, atol=0)
+
+
+def test_a_save_after_an_exception_says_how_to_come_to_rest(ranks: Ranks) -> None:
+    """A loop that catches it and saves is at no fault of its own."""
+    ranks(2).run(_saved_after_an_error)

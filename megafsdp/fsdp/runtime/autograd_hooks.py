@@ -111,11 +111,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(tree, dict):
         return _map_dict(tree, function)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
-        mapped = {name: map_tensors(value, function) for name, value in fields.items()}
-        if all(mapped[name] is fields[name] for name in fields):
-            return tree
-        return dataclasses.replace(tree, **mapped)
+        return _map_dataclass(tree, function)
     return tree
 
 
@@ -133,6 +129,20 @@ def _map_dict(
     for key, value in changed.items():
         own[key] = value
     return own
+
+
+def _map_dataclass(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    names = [f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
+    fields = {name: getattr(tree, name) for name in names}
+    mapped = {name: map_tensors(value, function) for name, value in fields.items()}
+    changed = {name: value for name, value in mapped.items() if value is not fields[name]}
+    if not changed:
+        return tree
+    # Not by replace(), which would run __post_init__ again and leave out what it has set.
+    copied = copy.copy(tree)
+    for name, value in changed.items():
+        object.__setattr__(copied, name, value)  # It may be frozen.
+    return copied
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:

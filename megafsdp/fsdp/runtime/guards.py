@@ -36,7 +36,7 @@ from megafsdp.fsdp.params.meta import (
     mark_initialized,
 )
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
-from megafsdp.mesh.torch_private import StridedShard, local_of, set_local
+from megafsdp.mesh.torch_private import StridedShard, local_of
 
 
 def refuse_changes(
@@ -270,7 +270,8 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
                 "a unit at rest",
                 "one at work",
                 where=f"state_dict() of unit '{unit.name}'",
-                hint="Call it outside of the unit's forward and backward",
+                hint="Call it outside of the unit's forward and backward; after an exception in one, "
+                "call reset_iter_state() of the outermost unit first",
             )
         )
     # A step that runs beside this thread still writes to the main weights.
@@ -288,9 +289,10 @@ def _after_state_dict(
             continue
         own = local_of(parameter)
         # A hook of the user may have put a copy there, whose writes are not ours.
-        if local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype:
-            # torch detaches the local tensor too, which starts a count of writes of its own.
-            set_local(shown, own)
+        is_alias = local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype
+        if is_alias and shown is not parameter:
+            # torch detaches, which starts a count of writes of its own; this one shares ours.
+            state[f"{prefix}{name}"] = wrap_like(parameter, own)
 
 
 def _before_load_state_dict(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megafsdp import FusedAdam, full_state_dict, fully_shard_model
+from megafsdp import FusedAdam, full_state_dict, fully_shard, fully_shard_model
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.checkpoint.plain_torch import (
@@ -445,6 +446,49 @@ def _states_of_another_class(kinds: tuple[str, str]) -> None:
 def test_optimizers_take_each_others_states(ranks: Ranks, kinds: tuple[str, str]) -> None:
     """FusedAdam loads a state dict of torch's AdamW and steps, and the other way round."""
     ranks(2).run(_states_of_another_class, kinds)
+
+
+class _Scaled(nn.Module):
+    """A linear with a factor, as models of pairs have."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear, self.factor = nn.Linear(5, 3), nn.Parameter(torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output, scaled."""
+        return self.linear(x) * self.factor
+
+
+def _numbers_set(options: StateDictOptions) -> None:
+    models = [fully_shard(_Scaled(seed)) for seed in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+
+    def step(index: int) -> None:
+        models[index](torch.ones(2, 5)).sum().backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+
+    step(0)
+    # torch shares what it loads.
+    full = copy.deepcopy(get_state_dict(models[0], optimizers[0], options=FULL))
+    if options.broadcast_from_rank0 and dist.get_rank() > 0:
+        full = {}, {}
+    set_model_state_dict(models[1], full[0], options=options)
+    set_optimizer_state_dict(models[1], optimizers[1], full[1], options=options)
+    for index in range(2):
+        step(index)
+    states = [full_state_dict(model) for model in models]
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+    state = optimizers[1].state[models[1].factor]
+    assert all(isinstance(state[name], DTensor) for name in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("options", [FULL, BROADCAST])
+def test_full_states_of_numbers_stay_dtensors(ranks: Ranks, options: StateDictOptions) -> None:
+    """Of parameters without a dimension, for which torch's setters put plain tensors."""
+    ranks(2).run(_numbers_set, options)
 
 
 def _foreign_options() -> None:

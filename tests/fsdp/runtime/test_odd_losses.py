@@ -64,6 +64,22 @@ class _HidesAnInnerOutput(_Layers):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))).y)).square().mean()
 
 
+class _EditingLinear(nn.Linear):
+    def forward(self, state: types.SimpleNamespace) -> None:  # type: ignore[override]
+        state.y = super().forward(state.y)
+
+
+class _EditsAnObject(_Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = _EditingLinear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = types.SimpleNamespace(y=torch.tanh(self.first(x)))
+        self.middle(state)
+        return self.last(torch.tanh(state.y)).square().mean()
+
+
 class _GoesBackInForward(_Layers):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         loss = super().forward(x).square().mean() * scale
@@ -137,6 +153,7 @@ WAYS = [
     *itertools.product([(_GoesBackInForward, _of_itself, False)], STRATEGIES),
     *itertools.product([(_SkipsTheLast, _of_loss, True)], STRATEGIES),
     *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], STRATEGIES),
+    *itertools.product([(_EditsAnObject, _of_loss, False)], STRATEGIES),
     *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),
 ]
 
