@@ -270,8 +270,8 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
                 "a unit at rest",
                 "one at work",
                 where=f"state_dict() of unit '{unit.name}'",
-                hint="Call it outside of the unit's forward and backward; after an exception in one, "
-                "call reset_iter_state() of the outermost unit first",
+                hint="Call it outside of the unit's forward and backward; after an exception in "
+                "one, call reset_iter_state() of the outermost unit first",
             )
         )
     # A step that runs beside this thread still writes to the main weights.
