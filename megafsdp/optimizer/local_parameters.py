@@ -88,7 +88,8 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Build an element-wise optimizer over them instead of ``model.parameters()``: the result is the
     same as long as every parameter of a group gets a gradient, one gets none only together with its
     group, or the update by a zero gradient is none. Weight decay, too, then applies to all of a
-    group alike. Clip with ``clip_grad_norm_(model, ...)``. Scale losses with
+    group alike. The norms and the clipping of this package count the rows of all ranks, as over
+    ``model.parameters()``; those of torch count this rank's alone. Scale losses with
     :class:`~megafsdp.optimizer.loss_scaler.LossScaler`: ``torch.amp.GradScaler`` sees plain
     tensors, so each rank would decide by itself whether to skip a step, and ranks would part. The
     optimizer's states are those of this mesh; an optimizer that is to be saved is built over

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import clip_grad_norm_, full_state_dict, local_parameters
+from megafsdp import (
+    FusedAdam,
+    Muon,
+    clip_grad_norm_,
+    full_state_dict,
+    local_parameters,
+    num_zero_grads,
+    param_group_norms,
+)
 from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from tests.fsdp.toy import Net, assert_same_parameters, batches, mine, shard, train_both
 from tests.ranks import RankPool
@@ -115,3 +123,76 @@ def _skips_together(strategy: str) -> None:
 def test_a_loss_scaler_skips_a_step_on_all_ranks(ranks: Ranks, strategy: str) -> None:
     """Also where the gradient that overflows is one rank's own."""
     ranks(2).run(_skips_together, strategy)
+
+
+def _net_with_gradients(strategy: str) -> Net:
+    net = shard(Net(), strategy=strategy)
+    net(*mine(batches(1)[0])).backward()
+    # Of one group some have no gradient, and one has a gradient that lies elsewhere.
+    first, second = net.blocks[0], net.blocks[1]
+    first.up.weight.grad = None
+    second.down.weight.grad = torch.full_like(second.down.weight, 0.5)
+    return net
+
+
+def _has_the_norm_of_all_ranks(strategy: str) -> None:
+    net, wanted = (_net_with_gradients(strategy) for _ in range(2))
+    flat = local_parameters(net)
+    own = torch.optim.SGD(wanted.parameters(), lr=1.0)
+    assert torch.equal(param_group_norms(torch.optim.SGD(flat, lr=1.0)), param_group_norms(own))
+    assert num_zero_grads(flat) == num_zero_grads(wanted)
+    norms = [clip_grad_norm_(flat, 1e-2), clip_grad_norm_(wanted, 1e-2)]
+    assert torch.equal(*norms) and norms[0] > 1e-2
+    for local, other in zip(flat, local_parameters(wanted), strict=True):
+        assert torch.equal(local.grad, other.grad)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_norms_and_clipping_count_the_rows_of_all_ranks(ranks: Ranks, strategy: str) -> None:
+    """As over the parameters of the model, bit by bit."""
+    ranks(2).run(_has_the_norm_of_all_ranks, strategy)
+
+
+def _steps_alike(strategy: str, is_decoupled: bool) -> None:
+    found = []
+    for is_flat in (False, True):
+        net = shard(Net(), strategy=strategy)
+        parameters = local_parameters(net) if is_flat else list(net.parameters())
+        optimizer = FusedAdam(
+            parameters, lr=1e-2, eps=1e-5, max_grad_norm=0.1, use_decoupled_grad=is_decoupled
+        )
+        norms = []
+        for batch in batches(2):
+            net(*mine(batch)).backward()
+            if is_decoupled:
+                for parameter in parameters:
+                    parameter.decoupled_grad = parameter.grad.to(torch.bfloat16)
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+            optimizer.zero_grad()
+        found.append((torch.stack(norms), full_state_dict(net)))
+    (norms, weights), (flat_norms, flat_weights) = found
+    assert bool((norms > 0.1).all())
+    assert torch.equal(flat_norms, norms)
+    assert all(torch.equal(value, weights[name]) for name, value in flat_weights.items())
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_step_clips_by_the_norm_of_all_ranks(
+    ranks: Ranks, strategy: str, is_decoupled: bool
+) -> None:
+    """Ranks that each clipped by their own rows would step by different factors."""
+    ranks(2).run(_steps_alike, strategy, is_decoupled)
+
+
+def _no_matrices() -> None:
+    flat = local_parameters(shard(Net()))
+    with pytest.raises(ValueError, match="no matrix is to be found"):
+        Muon(flat)
+    Muon([{"params": flat, "use_muon": False}])
+
+
+def test_muon_finds_no_matrices_in_local_parameters(ranks: Ranks) -> None:
+    """They are refused, unless AdamW is to step them."""
+    ranks(1).run(_no_matrices)

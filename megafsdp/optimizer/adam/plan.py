@@ -21,12 +21,10 @@ from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.main_gradient import FlatGradient, common_buffer
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.grads.norms import grads_of, read_grads
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import STATES, StateStore
-
-# Models have thousands of parameters: map() with it is much faster than a loop.
-_GRAD = operator.attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -81,14 +79,7 @@ def members_by_buffer(
 
 def gradients_of(param_groups: list[dict[str, Any]], attribute: str) -> list[torch.Tensor]:
     """Return an optimizer's gradients, always in one order, in which norms are added up; local."""
-    parameters = [parameter for group in param_groups for parameter in group["params"]]
-    return [grad for grad in _read(parameters, attribute) if grad is not None]
-
-
-def _read(parameters: list[torch.Tensor], attribute: str) -> list[torch.Tensor | None]:
-    if attribute == "grad":
-        return list(map(_GRAD, parameters))
-    return [getattr(parameter, attribute, None) for parameter in parameters]
+    return grads_of((p for group in param_groups for p in group["params"]), attribute)
 
 
 class _Members:
@@ -199,7 +190,7 @@ class GroupPlan:
         found = FoundGrads()
         # Sharded parameters override no attribute read: the reads skip __torch_function__.
         with without_torch_function():
-            read = [_read(members.parameters, attribute) for members in self._members]
+            read = [read_grads(members.parameters, attribute) for members in self._members]
         for members, grads in zip(self._members, read, strict=True):
             buffer = members.common_buffer(grads)
             if buffer is None:
@@ -233,7 +224,7 @@ class GroupPlan:
         found: list[int] = []
         for members in self._members:
             if members.states is states:
-                buffer = members.common_buffer(_read(members.parameters, "grad"))
+                buffer = members.common_buffer(read_grads(members.parameters, "grad"))
                 if buffer is None or buffer.flat is not grads:
                     return None
                 members.prepare(states_by_parameter, self._store)

@@ -17,6 +17,7 @@ from megafsdp.errors import expected
 from megafsdp.optimizer.grads.norms import (
     by_device,
     device_of,
+    grads_of,
     norms_of_parts,
     parts_of,
     total_norm,
@@ -59,7 +60,7 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = grads_of(parameters)
     parts = parts_of(grads)
     norm = norms_of_parts([parts], float(norm_type), device_of(grads))[0]
     # Only on demand: it waits for the device. All ranks have the same norm, so all raise.

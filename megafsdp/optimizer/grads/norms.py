@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,14 +28,63 @@ from torch.optim.optimizer import Optimizer
 
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dbuffer import DBuffer
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.main_gradient import FlatGradient
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.dtensor import cut_dim, group_of_axes
 from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sums
 
 # Short pieces, summed on in double: one fp32 sum over 50 M elements is wrong by 4e-3.
 _PIECE_NUMEL = 1 << 16
+
+# Models have thousands of parameters: map() with it is much faster than a loop.
+_GRAD = operator.attrgetter("grad")
+
+
+def grads_of(parameters: Iterable[torch.Tensor], attribute: str = "grad") -> list[torch.Tensor]:
+    """Return the gradients that parameters have, in their order; local.
+
+    One of :func:`megafsdp.local_parameters` gives a gradient for each parameter of its group: its
+    own is a plain tensor, which does not say that ranks divide it.
+
+    Args:
+        parameters: The parameters, each once.
+        attribute: Name of their attribute with the gradient.
+    """
+    parameters = list(parameters)
+    grads = read_grads(parameters, attribute)
+    found: list[torch.Tensor] = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is None:
+            continue
+        # The parameters of a group are DTensors: a plain tensor of one is a local parameter.
+        owner = group_of(parameter) if _class_of(parameter) is torch.Tensor else None
+        if owner is None:
+            found.append(grad)
+        elif attribute == "grad":
+            found += [g for p in owner.parameters if (g := p.sharded.grad) is not None]
+        else:
+            found += _rows_of(owner, grad)
+    return found
+
+
+def read_grads(parameters: list[torch.Tensor], attribute: str) -> list[torch.Tensor | None]:
+    """Return the value of an attribute of each parameter; None where there is none; local."""
+    if attribute == "grad":
+        return list(map(_GRAD, parameters))
+    return [getattr(parameter, attribute, None) for parameter in parameters]
+
+
+def _rows_of(owner: ParameterGroup, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return each parameter's rows of a tensor that lies as the group's main weight does."""
+    main, found = owner.main_weight, []
+    for index, parameter in enumerate(owner.parameters):
+        place = main.tensor(index)
+        start = int(place.storage_offset() - main.flat.storage_offset())
+        rows = flat[start : start + place.numel()].view_as(local_tensor(parameter.sharded))
+        found.append(wrap_like(parameter.sharded, rows))
+    return found
 
 
 @torch.no_grad()
@@ -71,9 +121,7 @@ def param_group_norms(optimizer: Optimizer, norm_type: float = 2.0) -> torch.Ten
     Returns:
         ``(parameter groups,)`` fp32, equal on all ranks; 0 for a group without gradients.
     """
-    grads = [
-        [p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups
-    ]
+    grads = [grads_of(group["params"]) for group in optimizer.param_groups]
     device = device_of([grad for own in grads for grad in own])
     return norms_of_parts([parts_of(own) for own in grads], norm_type, device)
 
@@ -90,7 +138,7 @@ def num_zero_grads(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tens
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = grads_of(parameters)
     total = torch.zeros((), dtype=torch.int64, device=device_of(grads))
     # Without joining: the gaps of a flat buffer are zeros of no gradient.
     parts = parts_of(grads, joins_buffers=False)

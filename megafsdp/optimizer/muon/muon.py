@@ -87,7 +87,8 @@ class Muon(Optimizer):
         bucket_numel: Elements of the matrices that a rank owns in a round; one matrix at least.
 
     Raises:
-        ValueError: An option has no meaning, or a parameter for Muon has more than 3 dimensions.
+        ValueError: An option has no meaning, or a parameter for Muon has more than 3 dimensions or
+            is one of ``local_parameters()``.
         NotImplementedError: A parameter is a DTensor that megafsdp did not cut.
     """
 
@@ -366,6 +367,17 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 f"{parameter.ndim} dimensions",
                 where=where,
                 hint="Put it into a group with use_muon=False",
+            )
+        )
+    # The parameters of a group are DTensors: a plain tensor of one is a local parameter.
+    is_local = not isinstance(parameter, DTensor) and group_of(parameter) is not None
+    if group["use_muon"] and is_local:
+        raise ValueError(
+            expected(
+                "parameters in their own shapes",
+                "one of local_parameters(), in which no matrix is to be found",
+                where=where,
+                hint="Give Muon model.parameters(), or put it into a group with use_muon=False",
             )
         )
     # The cuts of other DTensors do not follow rows of a flat buffer.
