@@ -5,6 +5,8 @@ keeps ``absmax / largest`` of each block as an fp32 scale, where ``largest`` is 
 that the format is used for. Rows are never cut between ranks, so values do not depend on the mesh.
 A block of zeros has scale 0 and stays zero. A step divides by the root of second moments, so these
 are rounded up where the format would make 0 of them: the step is then too short, not without bound.
+A second moment that is infinite, as the square of a large gradient may be, stays so as in fp32, and
+the others of its block become so large that their steps are next to none.
 One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states, and so do those
 whose rows a model axis cuts, as tensor parallelism does by input columns.
 
@@ -24,6 +26,8 @@ BLOCK_NUMEL = 128
 # Half of the largest fp16 leaves room for a sum of two; FP8 has no infinities to run into.
 _LARGEST = {torch.float16: 32752.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
+# The scale of a block times its largest: too much for fp32, by so little that no other code's is.
+_OVERFLOW = 2.0**128 * (1 + 2.0**-22)
 PLAIN_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (*PLAIN_DTYPES, *_LARGEST)
 
@@ -67,7 +71,8 @@ class ScaledState:
     Attributes:
         codes: ``(rows, columns)`` fp16 or FP8 (e4m3); aliases what the optimizer shows.
         scales: ``(rows, blocks)`` fp32.
-        keeps_positive: Round no positive value to 0, unless all of its block is as good as zero.
+        keeps_positive: Round no positive value to 0, unless all of its block is as good as zero,
+            and keep infinite ones.
     """
 
     codes: torch.Tensor
@@ -110,7 +115,12 @@ class ScaledState:
         # Zeros do not change the largest value of the last block.
         padded = torch.nn.functional.pad(values, (0, num_blocks * BLOCK_NUMEL - columns))
         blocks = padded.view(rows, num_blocks, BLOCK_NUMEL)
-        scales = blocks.abs().amax(dim=2).div_(_LARGEST[self.codes.dtype])
+        largest = _LARGEST[self.codes.dtype]
+        scales = blocks.abs().amax(dim=2).div_(largest)
+        if self.keeps_positive:
+            # An infinite scale would make zeros of the whole block.
+            scales = torch.where(scales.isinf(), _OVERFLOW / largest, scales)
+            blocks = blocks.clamp(max=torch.finfo(torch.float32).max)
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
         # A scale far below the normal range has an infinite inverse: the block is as good as zero.
         inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)

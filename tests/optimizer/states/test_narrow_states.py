@@ -59,6 +59,36 @@ def test_small_gradients_beside_a_large_one_make_no_large_step(
     assert not weight[:, 2:].any()
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_an_infinite_second_moment_leaves_its_block_finite(dtype: torch.dtype) -> None:
+    """It stays infinite, no other becomes so or zero, and the codes are stable."""
+    values = torch.tensor([[1e-4, float("inf"), 0.0, 1e38, 3.2e38]])
+    state = ScaledState.zeros(1, 5, dtype, CPU, keeps_positive=True)
+    state.encode(values)
+    decoded = state.decode()
+    assert 0 < decoded[0, 0] < 1e34
+    # FP8 has a sign, 4 bits of exponent and 3 of mantissa.
+    torch.testing.assert_close(decoded[0, 1:], values[0, 1:], rtol=2**-4, atol=0)
+    codes = state.codes.view(torch.uint8).clone()
+    state.encode(decoded)
+    assert torch.equal(state.codes.view(torch.uint8), codes)
+    assert torch.equal(state.decode(), decoded)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP8])
+def test_a_gradient_whose_square_overflows_makes_no_large_step(dtype: torch.dtype) -> None:
+    """Neither of its own weight, which fp32 states leave alone too, nor of those beside it."""
+    weight = nn.Parameter(torch.zeros(2, 128))
+    optimizer = FusedAdam([weight], lr=1e-3, exp_avg_sq_dtype=dtype)
+    for step in range(4):
+        weight.grad = torch.full((2, 128), 0.01 if step < 2 else 0.0)
+        if step == 1:
+            weight.grad[0, 0] = 1e21
+        optimizer.step()
+    # Adam itself moves them by 3.4e-3.
+    assert weight.abs().min() > 0 and weight.abs().max() < 5e-3
+
+
 def _keeps_cut_rows_whole() -> None:
     torch.manual_seed(0)
     whole, cut = nn.Linear(300, 6, bias=False), nn.Linear(300, 6, bias=False)
