@@ -3,7 +3,8 @@
 Weights and momentum stay where the flat buffers put them. For a step each matrix of the momentum
 travels to one owner among the ranks that divide it, is orthogonalised there, and the update travels
 back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. exchange.py moves
-matrices, matrices.py finds them in parameters, and newton_schulz.py orthogonalises them.
+matrices, matrices.py finds them in parameters, newton_schulz.py orthogonalises them, and checks.py
+checks what a user gives.
 """
 
 from __future__ import annotations
@@ -14,31 +15,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
+from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.device.torch_private import without_dynamo
-from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.muon.checks import check_group, check_options, check_rounds
 from megafsdp.optimizer.muon.exchange import CutMatrix, Round, choose_owners, choose_rounds, pieces
 from megafsdp.optimizer.muon.matrices import (
-    SPLITS,
     Matrix,
     flat_elements,
     is_for_muon,
     matrices_of,
     ranks_that_divide,
 )
-from megafsdp.optimizer.muon.newton_schulz import (
-    LR_RULES,
-    MUON_COEFFICIENTS,
-    Coefficients,
-    lr_ratio,
-)
+from megafsdp.optimizer.muon.newton_schulz import MUON_COEFFICIENTS, Coefficients, lr_ratio
 from megafsdp.optimizer.states.loading import check_loaded_states, fill_options
 
 _LABEL = "muon"
@@ -111,6 +105,7 @@ class Muon(Optimizer):
         ns_dtype: torch.dtype | None = None,
         bucket_numel: int = 1 << 26,
     ) -> None:
+        check_rounds(ns_dtype, bucket_numel)
         self._ns_dtype = ns_dtype
         self._bucket_numel = bucket_numel
         self._plans: dict[tuple[object, ...], dict[dist.ProcessGroup | None, _Plan]] = {}
@@ -141,7 +136,7 @@ class Muon(Optimizer):
         """Add a group and check it; a refused group is not added."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1], len(self.param_groups) - 1)
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
         except (ValueError, NotImplementedError):
             # The base class has appended the group before it could be checked.
             self.param_groups.pop()
@@ -179,6 +174,7 @@ class Muon(Optimizer):
         """Step all parameters that have a gradient; called by all ranks alike.
 
         Raises:
+            ValueError: An option of a group has no meaning; nothing has changed.
             RuntimeError: A gradient is not kept as its parameter is; nothing has changed.
         """
         loss = None
@@ -186,7 +182,8 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Before anything changes: an error in the middle would leave ranks with different weights.
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
+            check_options(group, index, is_new=False)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     check_grad(parameter, parameter.grad)
@@ -334,62 +331,3 @@ def _device_of(parameter: torch.Tensor) -> torch.device:
     """Return where ranks exchange a parameter, which may itself live on the host."""
     owner = group_of(parameter)
     return parameter.device if owner is None else owner.device
-
-
-def _check_group(group: dict[str, Any], index: int) -> None:
-    is_sound = (
-        group["adjust_lr_fn"] in LR_RULES
-        and group["split_fused"] in SPLITS
-        and min(group["lr"], group["weight_decay"]) >= 0
-        and 0 <= group["momentum"] < 1
-    )
-    if not is_sound:
-        names = ("adjust_lr_fn", "split_fused", "lr", "weight_decay", "momentum")
-        raise ValueError(
-            expected(
-                f"adjust_lr_fn among {LR_RULES}, split_fused among {SPLITS}, lr and weight_decay "
-                "of at least 0, and momentum in [0, 1)",
-                {name: group[name] for name in names},
-                where=f"param group {index} of Muon",
-                hint="Leave out what you do not want to change",
-            )
-        )
-    for parameter in group["params"]:
-        _check_parameter(parameter, group, index)
-
-
-def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int) -> None:
-    where = f"a parameter of shape {tuple(parameter.shape)} in param group {index} of Muon"
-    if is_for_muon(parameter, group) and parameter.ndim > 3:
-        raise ValueError(
-            expected(
-                "matrices or stacks of matrices",
-                f"{parameter.ndim} dimensions",
-                where=where,
-                hint="Put it into a group with use_muon=False",
-            )
-        )
-    # The parameters of a group are DTensors: a plain tensor of one is a local parameter.
-    is_local = not isinstance(parameter, DTensor) and group_of(parameter) is not None
-    if group["use_muon"] and is_local:
-        raise ValueError(
-            expected(
-                "parameters in their own shapes",
-                "one of local_parameters(), in which no matrix is to be found",
-                where=where,
-                hint="Give Muon model.parameters(), or put it into a group with use_muon=False",
-            )
-        )
-    # The cuts of other DTensors do not follow rows of a flat buffer.
-    is_ours = not isinstance(parameter, DTensor) or all(
-        placement.is_replicate() for placement in parameter.placements
-    )
-    if not (is_ours or isinstance(parameter, UnevenDTensor)):
-        raise NotImplementedError(
-            expected(
-                "parameters that are whole, or divided by fully_shard()",
-                "another DTensor",
-                where=where,
-                hint="Give it to another optimizer",
-            )
-        )

@@ -414,13 +414,47 @@ def test_a_state_dict_resumes_another_optimizer(ranks: Ranks) -> None:
         {"adjust_lr_fn": "moonshot"},
         {"split_fused": "heads"},
         {"lr": -1.0},
+        {"lr": math.inf},
         {"momentum": 1.0},
+        {"momentum": math.nan},
         {"weight_decay": -0.1},
+        {"weight_decay": math.nan},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9, 1.5)},
+        {"betas": (0.9,)},
+        {"eps": -1.0},
+        {"adamw_eps": math.inf},
+        {"ns_steps": 0},
+        {"ns_steps": 2.5},
+        {"ns_coefficients": (1.0, 2.0)},
+        {"ns_coefficients": (1.0, 2.0, math.nan)},
     ],
 )
 def test_options_without_meaning_are_refused(options: dict[str, object]) -> None:
-    """The message names the group and its values."""
-    with pytest.raises(ValueError, match="param group 0 of Muon"):
+    """The message names option and group; at construction, by group, and before a step."""
+    (name,) = options
+    first, second = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    with pytest.raises(ValueError, match=f"{name} of param group 0 of Muon"):
+        Muon([first], **options)
+    optimizer = Muon([first])
+    with pytest.raises(ValueError, match=f"{name} of param group 1 of Muon"):
+        optimizer.add_param_group({"params": [second], **options})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [second]})
+    # A scheduler that ends at a rate of 0 may miss it by rounding.
+    if options == {"lr": -1.0}:
+        return
+    optimizer.param_groups[1].update(options)
+    first.grad = second.grad = torch.ones(3, 3)
+    with pytest.raises(ValueError, match=f"{name} of param group 1 of Muon"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3, 3)) and not optimizer.state
+
+
+@pytest.mark.parametrize("options", [{"ns_dtype": torch.int32}, {"bucket_numel": 0}])
+def test_rounds_without_meaning_are_refused(options: dict[str, object]) -> None:
+    """Before a step finds that nothing can travel."""
+    with pytest.raises(ValueError, match=f"{next(iter(options))} of Muon"):
         Muon([nn.Parameter(torch.ones(3, 3))], **options)
 
 
