@@ -164,9 +164,12 @@ class Muon(Optimizer):
         fill_options(self.param_groups, self.defaults)
         for parameter, state in self.state.items():
             for name, value in state.items():
+                # A copy: the caller may use the state dict further, or load it twice.
                 if name in _STATES:
                     rows = local_tensor(value).reshape(local_tensor(parameter).shape)
-                    state[name] = wrap_like(parameter, rows)
+                    state[name] = wrap_like(parameter, rows.clone())
+                elif isinstance(value, torch.Tensor):
+                    state[name] = value.clone()
 
     @without_dynamo
     @torch.no_grad()

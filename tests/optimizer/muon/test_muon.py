@@ -398,6 +398,25 @@ def _state_dict_resumes() -> None:
     assert not all(torch.equal(weights[0][n], saved[n]) for n in saved)
 
 
+@pytest.mark.parametrize("use_muon", [False, True])
+def test_a_state_dict_may_be_loaded_twice(use_muon: bool) -> None:
+    """Steps in between change neither its moments nor its count of steps."""
+    weight = nn.Parameter(torch.eye(3))
+    optimizer = Muon([weight], lr=0.1, use_muon=use_muon)
+    weight.grad = torch.ones(3, 3)
+    optimizer.step()
+    before, state = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    found = []
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        with torch.no_grad():
+            weight.copy_(before)
+        weight.grad = torch.arange(9.0).view(3, 3)
+        optimizer.step()
+        found.append(weight.detach().clone())
+    assert torch.equal(*found) and not torch.equal(found[0], before)
+
+
 def _rows(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     start, stop = parameter.uneven_layout.element_range()
     return full.view(-1)[start:stop].view(local_tensor(parameter).shape)
