@@ -286,7 +286,8 @@ def find_stored(config: Config) -> StoredRun | None:
                 "a checkpoint of a training run",
                 f"one with {sorted(extra)} beside the weights",
                 where=f"'{folder}', step {step}",
-                hint="Choose another run.directory",
+                hint="Choose another run.directory; to start a run from these weights, write them "
+                "with 'megafsdp ckpt export-hf' and give that folder as --model.from_hf",
             )
         )
     stored_config = _mapping(extra.get("config"))

@@ -15,6 +15,7 @@ from megafsdp.training.config.parse import config_from_dict
 from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.tracker import CONFIG_FILE
 
+_CHECKPOINTS = "checkpoints"
 # What says which model a run has trained, and how its text becomes tokens.
 _SECTIONS = ("model", "precision", "data")
 
@@ -33,24 +34,54 @@ def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
     folder = location_of(directory)
     if not isinstance(folder, Path) or not (folder / CONFIG_FILE).is_file():
         return folder
-    path = folder / CONFIG_FILE
-    root: Location = folder / "checkpoints"
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        section = values.get("checkpoint") or {}
-        # Set apart, they are where the run was started from; else they moved with the folder.
-        root = location_of(section.get("directory") or root)
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        what, hint = "the configuration of a run in YAML", "Name the folder of the checkpoints"
-        raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
+    root = _root_of_run(folder)
     if latest_step(root) is None:
         raise CheckpointError.expected(
             "a checkpoint of the run",
             "none",
-            where=f"'{root}', where {path} has them",
+            where=f"'{root}', where {folder / CONFIG_FILE} has them",
             hint="Wait for the run's first save, or train it on to the end",
         )
     return root
+
+
+def root_to_publish_in(directory: str | os.PathLike[str]) -> Location:
+    """Return a save root that a tool is to publish a checkpoint in, if it is no run's folder.
+
+    Args:
+        directory: The save root, which need not exist.
+
+    Raises:
+        CheckpointError: It is a run's folder, whose checkpoints the run has elsewhere.
+        ConfigError: Its config.yaml cannot be read.
+    """
+    folder = location_of(directory)
+    if not isinstance(folder, Path):
+        return folder
+    is_run = (folder / CONFIG_FILE).is_file()
+    if not is_run and not (folder / _CHECKPOINTS).is_dir():
+        return folder
+    root = _root_of_run(folder) if is_run else folder / _CHECKPOINTS
+    if root == folder:
+        return folder
+    raise CheckpointError.expected(
+        "a save root of its own",
+        f"a run's folder, which has its checkpoints in '{root}'",
+        where=f"'{folder}'",
+        hint="Give a new folder; a run starts from saved weights by --model.from_hf",
+    )
+
+
+def _root_of_run(folder: Path) -> Location:
+    path = folder / CONFIG_FILE
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        section = values.get("checkpoint") or {}
+        # Set apart, they are where the run was started from; else they moved with the folder.
+        return location_of(section.get("directory") or folder / _CHECKPOINTS)
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        what, hint = "the configuration of a run in YAML", "Name the folder of the checkpoints"
+        raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
 
 
 def config_in(extra: object) -> Config | None:

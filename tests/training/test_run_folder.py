@@ -6,13 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from megafsdp.checkpoint import save
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.training import to_yaml
 from megafsdp.training.cli.main import main
-from megafsdp.training.run_folder import checkpoints_of, config_in
+from megafsdp.training.resume import find_stored
+from megafsdp.training.run_folder import checkpoints_of, config_in, root_to_publish_in
 from tests.training.runs import HYBRID, tiny
 
 
@@ -75,6 +77,43 @@ def test_tools_take_the_folder_of_a_run(
     run = _run(tmp_path)
     assert main(["ckpt", *(word.format(run=run) for word in words)]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize(
+    "words", [["convert", "{file}", "{run}", "--to", "megafsdp"], ["import-hf", "{file}", "{run}"]]
+)
+def test_nothing_is_published_in_the_folder_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], has_config: bool
+) -> None:
+    """The run would not look there: the message says where it does, and how runs start."""
+    run = _run(tmp_path)
+    if not has_config:
+        (run / "config.yaml").unlink()
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "a.pt")
+    before = sorted(run.rglob("*"))
+    assert main(["ckpt", *(word.format(file=tmp_path / "a.pt", run=run) for word in words)]) == 1
+    error = capsys.readouterr().err
+    assert f"has its checkpoints in '{run / 'checkpoints'}'" in error
+    assert "--model.from_hf" in error
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_may_have_its_checkpoints_in_its_own_folder(tmp_path: Path) -> None:
+    """Then this is a save root, as are a new folder, another one and a store's."""
+    inside = tmp_path / "run"
+    run = _run(tmp_path, checkpoint={"directory": str(inside)})
+    for root in (run, tmp_path / "new", _run(tmp_path / "other") / "checkpoints"):
+        assert root_to_publish_in(root) == root
+    assert str(root_to_publish_in("memory://run")) == "memory://run"
+
+
+def test_a_run_does_not_go_on_from_weights_alone(tmp_path: Path) -> None:
+    """It says how a run starts from weights."""
+    config = tiny(tmp_path)
+    save(config.checkpoint_directory, step=3, model=nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match=r"a checkpoint of a training run.*--model\.from_hf"):
+        find_stored(config)
 
 
 def test_a_checkpoint_says_the_model_of_its_run(tmp_path: Path) -> None:

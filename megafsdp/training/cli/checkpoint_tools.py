@@ -28,7 +28,7 @@ from megafsdp.errors import ConfigError, expected
 from megafsdp.training.metrics.cadence import cadence
 from megafsdp.training.metrics.events import Event
 from megafsdp.training.pictures.run_folder import read_runs
-from megafsdp.training.run_folder import checkpoints_of, config_in
+from megafsdp.training.run_folder import checkpoints_of, config_in, root_to_publish_in
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "keep": None}
 _DIRECTORY = "a run's folder, save root, or one checkpoint"
@@ -108,7 +108,7 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     made = import_hf_checkpoint(
         options.source,
-        options.directory,
+        root_to_publish_in(options.directory),
         step=options.step,
         padded_vocab_size=options.padded_vocab_size,
         keeps_names=options.keep_names,
@@ -281,10 +281,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    to, destination = Format(options.to), options.destination
     written = convert(
         checkpoints_of(options.source),
-        options.destination,
-        Format(options.to),
+        root_to_publish_in(destination) if to is Format.MEGAFSDP else destination,
+        to,
         options.step,
         options=ConvertOptions(
             fused_like=options.fused_like,
