@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafsdp import FusedAdam, MixedPrecisionPolicy, fully_shard_model
-from megafsdp.checkpoint import save
+from megafsdp.checkpoint import latest_step, save
 from megafsdp.checkpoint.convert import ConvertOptions, Format, convert, format_of
 from megafsdp.checkpoint.tools.diff import diff
 from megafsdp.checkpoint.tools.reader import CheckpointReader
@@ -69,6 +69,26 @@ def test_megatron_lm_checkpoints_go_both_ways(tmp_path: Path) -> None:
     names = toy.read(back)
     prefix = "optimizer.state.module.module.decoder"
     assert any(name.startswith(prefix) for name in names)
+
+
+def test_a_conversion_does_not_take_a_save_root_back(tmp_path: Path) -> None:
+    """Nor does it replace a step: neither the latest one nor one that is published beyond it."""
+    root = tmp_path / "root"
+    for step in (10, 30, 20):
+        save(root, step=step, model=Toy())
+    torch.save(Toy().state_dict(), tmp_path / "a.pt")
+    toy.make(tmp_path / "theirs", "qwen3")
+    before = sorted(root.rglob("*"))
+    refused = pytest.raises(CheckpointError, match=r"the latest is 20.*Give --step 31 or above")
+    for step in (None, 10, 19, 20, 30):
+        with refused:
+            convert(tmp_path / "a.pt", root, Format.MEGAFSDP, step)
+    with refused:
+        convert(tmp_path / "theirs", root, Format.MEGAFSDP)
+    assert sorted(root.rglob("*")) == before
+    for step in (25, 31):
+        convert(tmp_path / "a.pt", root, Format.MEGAFSDP, step)
+        assert latest_step(root) == step
 
 
 def _save_with_histories(root: Path) -> None:

@@ -185,6 +185,27 @@ def require_not_latest(root: Location, step: int) -> None:
         )
 
 
+def require_ahead(directory: str | os.PathLike[str], step: int) -> None:
+    """Refuse to convert to a step that replaces a checkpoint or makes an older one the latest.
+
+    A run that went back does both.
+
+    Raises:
+        CheckpointError: The step is published, or the latest one is not below it.
+    """
+    root = location_of(directory)
+    latest = latest_step(root)
+    if latest is None or (step > latest and not is_published(step_directory(root, step))):
+        return
+    free = max([latest, *published_steps(root)]) + 1
+    raise CheckpointError.expected(
+        "a step above all published ones",
+        f"step {step}, where the latest is {latest}",
+        where=f"'{root}'",
+        hint=f"Give --step {free} or above, or another save root",
+    )
+
+
 def write_descriptions(manifest: Manifest, temporary: Path) -> None:
     """Write ``.metadata`` and, last, the manifest, and wait until both are on the disk.
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from megafsdp.checkpoint.format.save_root import require_ahead
 from megafsdp.checkpoint.huggingface.import_ import match_stored
 from megafsdp.checkpoint.huggingface.mapping import Entry, full_names
 from megafsdp.checkpoint.huggingface.output import (
@@ -178,10 +179,11 @@ def import_hf_checkpoint(
 
     Raises:
         CheckpointError: The files are missing, damaged or not of their ``config.json``, or the step
-            is published already.
+            is published already, or lower than the latest one.
         ConfigError: There is no such model in ``megafsdp.models``.
     """
     path = local_path(source, purpose="Hugging Face files")
+    require_ahead(directory, step)
     fields = _read_fields(path)
     files = SafetensorsReader(path)
     if keeps_names:

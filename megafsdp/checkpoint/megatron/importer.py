@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megafsdp.checkpoint.format.save_root import require_ahead
 from megafsdp.checkpoint.megatron.contents import Contents, read_contents
 from megafsdp.checkpoint.megatron.names import (
     EMBEDDING,
@@ -78,7 +79,8 @@ def from_megatron(
 
     Raises:
         CheckpointError: There is no such directory, it is damaged, it holds keys that are unknown,
-            or some are missing; nothing is published.
+            some are missing, or the iteration is published already, or lower than our latest step;
+            nothing is published.
     """
     patterns = as_patterns("ignore", ignore)
     with DCPDirectory(source, step) as theirs:
@@ -86,6 +88,7 @@ def from_megatron(
         common = {key: theirs.value(key) for key in contents.common if key in theirs.objects}
         common |= {key: theirs.tensor(key) for key in contents.common if key in theirs.tensors}
         iteration = _checked_step(theirs.directory, common)
+        require_ahead(root, iteration)
         args, foreign = _checked_args(theirs.directory, common.get("args"))
         if args.get("apply_layernorm_1p") and not any(map(is_output_norm, contents.weights)):
             _LOGGER.warning(

@@ -187,7 +187,8 @@ def from_torch(
         The published directory.
 
     Raises:
-        CheckpointError: The file is no such state dict, or its shapes are not those of the parts.
+        CheckpointError: The file is no such state dict, its shapes are not those of the parts, or
+            the step is published already, or lower than the latest one.
     """
     entries = read_torch_file(local_path(source, purpose="a torch.save file"))
     like = FusedLike(None if fused_like is None else save_root.find(fused_like, None))
@@ -202,6 +203,7 @@ def from_torch(
     common = found if isinstance(found, dict) else {}
     if step is None:
         step = common["step"] if isinstance(common.get("step"), int) else 0
+    save_root.require_ahead(destination, step)
     # Random states of another form are stored, but no rank could continue with them.
     num_states = sum(section_of(key) == "rng" for key in objects)
     num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0

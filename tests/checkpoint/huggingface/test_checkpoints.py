@@ -116,6 +116,20 @@ def test_what_transformers_saves_becomes_a_checkpoint_and_comes_back(
     assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
 
 
+def test_an_import_does_not_take_a_save_root_back(tmp_path: Path) -> None:
+    """The step that is meant by default is below those of a run."""
+    root = FaultyStore(tmp_path / "store").root
+    for step in (10, 20):
+        checkpoint.save(root, step=step, model=our_model("llama"))
+    their_model("llama", False).save_pretrained(tmp_path / "pretrained")
+    for step in (0, 10, 20):
+        with pytest.raises(CheckpointError, match=r"Give --step 21 or above"):
+            checkpoint.import_hf_checkpoint(tmp_path / "pretrained", root, step=step)
+    assert checkpoint.latest_step(root) == 20
+    checkpoint.import_hf_checkpoint(tmp_path / "pretrained", root, step=21)
+    assert checkpoint.latest_step(root) == 21
+
+
 def test_files_become_a_checkpoint_in_a_store_and_come_back(tmp_path: Path) -> None:
     """The checkpoint lies in the store, the files on the machine."""
     root = FaultyStore(tmp_path / "store").root
