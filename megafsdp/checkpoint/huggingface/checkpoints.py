@@ -30,6 +30,7 @@ from megafsdp.checkpoint.huggingface.output import (
     plan_export,
     prepare,
     publish,
+    require_floating,
     write_files,
 )
 from megafsdp.checkpoint.huggingface.plan import (
@@ -101,12 +102,13 @@ def export_hf_checkpoint(
         step: The step; None means the latest published one.
         config: Of the model, as for ``export_hf``; None takes what ``import_hf_checkpoint`` stored.
         dtype: Of floating-point tensors in the files; None keeps that of the main weights.
-        max_shard_nbytes: Bytes in a file.
+        max_shard_nbytes: Bytes in a file, at least 1.
         tokenizer: Saved beside the model.
         show_progress: Draw a bar, on a terminal.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or of another model, or the target is taken.
+        CheckpointError: The checkpoint is damaged or of another model, ``dtype`` is no
+            floating-point one, or the target is taken.
     """
     final = local_path(target, purpose="Hugging Face files")
     with CheckpointReader(directory, step) as reader:
@@ -178,11 +180,12 @@ def import_hf_checkpoint(
         show_progress: Draw a bar, on a terminal.
 
     Raises:
-        CheckpointError: The files are missing, damaged or not of their ``config.json``, or the step
-            is published already, or lower than the latest one.
+        CheckpointError: The files are missing, damaged or not of their ``config.json``, ``dtype``
+            is no floating-point one, or the step is published already, or lower than the latest.
         ConfigError: There is no such model in ``megafsdp.models``.
     """
     path = local_path(source, purpose="Hugging Face files")
+    require_floating(dtype, where="dtype= of an import")
     require_ahead(directory, step)
     fields = _read_fields(path)
     files = SafetensorsReader(path)

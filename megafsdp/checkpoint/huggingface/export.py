@@ -65,15 +65,16 @@ def export_hf(
         config: Goes to ``config.json``; None takes ``model.config``. Give Hugging Face fields (see
             ``config_to_hugging_face``) to cut padding off the vocabulary or to name special tokens.
         dtype: Of floating-point tensors in the files; None keeps that of the main weights.
-        max_shard_nbytes: Bytes in a file.
+        max_shard_nbytes: Bytes in a file, at least 1.
         tokenizer: Saved beside the model, by rank 0.
 
     Returns:
         The directory.
 
     Raises:
-        CheckpointError: The model cannot be expressed, the directory is taken, or a rank could not
-            write or has no memory for it; on all ranks. Nothing is left behind.
+        CheckpointError: The model cannot be expressed, ``dtype`` is no floating-point one, the
+            directory is taken, or a rank could not write or has no memory for it; on all ranks.
+            Nothing is left behind.
     """
     target = local_path(directory, purpose="Hugging Face files")
     found, error = attempt(

@@ -102,12 +102,21 @@ def plan_export(
         tied: Further names of tied tensors.
         config: What the model is.
         dtype: Of floating-point tensors in the files; None keeps each one's.
-        max_shard_nbytes: Bytes in a file; a larger tensor has a file of its own.
+        max_shard_nbytes: Bytes in a file, at least 1; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: The model cannot be expressed, or the format lacks a dtype.
+        CheckpointError: The model cannot be expressed, a number or dtype is out of its range, or
+            the format lacks a dtype.
         ImportError: A library that writes the files is not installed.
     """
+    require_floating(dtype, where="dtype= of an export")
+    if max_shard_nbytes < 1:
+        raise CheckpointError.expected(
+            "at least 1 byte in a file",
+            max_shard_nbytes,
+            where="max_shard_nbytes= of an export",
+            hint=f"Leave it out for {DEFAULT_SHARD_NBYTES}",
+        )
     # Here, because a library that is missing after the first gather would be found too late.
     require_library("safetensors")
     split_into_files = require_library("huggingface_hub").split_state_dict_into_shards_factory
@@ -135,6 +144,25 @@ def plan_export(
         plan,
         tuple(PlannedFile(file, tuple(entries[n] for n in names)) for file, names in files.items()),
     )
+
+
+def require_floating(dtype: torch.dtype | None, *, where: str) -> None:
+    """Refuse a dtype that weights would be rounded to whole numbers in.
+
+    Args:
+        dtype: What floating-point tensors are to become; None where they stay as they are.
+        where: The argument, to be named in the error.
+
+    Raises:
+        CheckpointError: It is no floating-point dtype.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError.expected(
+            "a floating-point dtype or None",
+            dtype,
+            where=where,
+            hint="Give one such as torch.bfloat16, or None to keep what is there",
+        )
 
 
 def prepare(target: Path) -> Path:

@@ -90,6 +90,13 @@ class _TokenizerFile:
 
 
 def _export(options: argparse.Namespace) -> int:
+    _check(
+        "--max-shard-gb",
+        options.max_shard_gb,
+        1 <= options.max_shard_gb * 10**9 < math.inf,
+        "a size above 0",
+        "Give the size of a file, such as 5 for 5 * 10**9 bytes",
+    )
     tokenizer = None if options.tokenizer is None else _TokenizerFile(Path(options.tokenizer))
     made = export_hf_checkpoint(
         checkpoints_of(options.directory),
@@ -268,6 +275,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    for name, value in (("--rtol", options.rtol), ("--atol", options.atol)):
+        what = "a finite number of at least 0"
+        _check(name, value, 0 <= value < math.inf, what, "Give a tolerance such as 1e-6")
     report = diff(
         checkpoints_of(options.left),
         checkpoints_of(options.right),
@@ -301,16 +311,19 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _cadence(options: argparse.Namespace) -> int:
-    if not 0 < options.mtbf_hours < math.inf:
-        raise ConfigError(
-            expected(
-                "a number of hours above 0",
-                options.mtbf_hours,
-                where="--mtbf-hours",
-                hint="Give the mean time between failures of the whole job, such as 24",
-            )
-        )
+    _check(
+        "--mtbf-hours",
+        options.mtbf_hours,
+        0 < options.mtbf_hours < math.inf,
+        "a number of hours above 0",
+        "Give the mean time between failures of the whole job, such as 24",
+    )
     (run,) = read_runs([options.run_folder])
     found = cadence(run.steps, run.events_of(Event.SAVED), mtbf_s=3600 * options.mtbf_hours)
     print(found.to_json() if options.json else found.describe())
     return 0
+
+
+def _check(option: str, value: float, is_sound: bool, what: str, hint: str) -> None:
+    if not is_sound:
+        raise ConfigError(expected(what, value, where=option, hint=hint))

@@ -222,6 +222,10 @@ def test_files_that_cannot_become_ours_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**fields, "model_type": "bert"}))
     with pytest.raises(ConfigError, match="model_type"):
         checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")
+    with pytest.raises(CheckpointError, match=r"a floating-point dtype or None, got torch\.int8"):
+        checkpoint.import_hf_checkpoint(
+            tmp_path / "pretrained", tmp_path / "root", dtype=torch.int8
+        )
     path.unlink()
     with pytest.raises(CheckpointError, match="config"):
         checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")

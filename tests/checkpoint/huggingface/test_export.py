@@ -135,6 +135,32 @@ def test_a_plain_model_exports_without_ranks(tmp_path: Path, dtype: torch.dtype 
         assert torch.equal(got[name], tensor.to(wanted_dtype)), name
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int32}, r"a floating-point dtype or None, got torch\.int32"),
+        ({"dtype": torch.bool}, r"a floating-point dtype or None, got torch\.bool"),
+        ({"max_shard_nbytes": 0}, "at least 1 byte in a file, got 0"),
+        ({"max_shard_nbytes": -1}, "at least 1 byte in a file, got -1"),
+    ],
+)
+def test_what_no_weights_can_be_written_in_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    """Weights below 1 would become 0 in whole numbers; nothing is left behind."""
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.export_hf(our_model("llama"), tmp_path / "exported", **options)
+    checkpoint.save(tmp_path / "saved", step=1, model=our_model("llama"))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.export_hf_checkpoint(
+            tmp_path / "saved",
+            tmp_path / "exported",
+            config=their_config("llama", False).to_dict(),
+            **options,
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
 class _Tokenizer:
     """Saves itself as transformers' tokenizers do."""
 

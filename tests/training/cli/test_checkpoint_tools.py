@@ -99,6 +99,21 @@ def test_diff_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "CheckpointError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--rtol", "--atol"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_a_tolerance_is_a_number_of_at_least_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    """Any other is a mistake of the options, not a difference."""
+    for name in ("a", "b"):
+        _saved(tmp_path / name, float(name == "b"))
+    assert (
+        main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b"), f"{option}={value}"]) == 2
+    )
+    message = f"a finite number of at least 0, got {float(value)}. In {option}."
+    assert message in capsys.readouterr().err
+
+
 def test_convert_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The path that was written is printed; what cannot be converted is one message."""
     _saved(tmp_path / "a")

@@ -75,3 +75,12 @@ def test_a_config_file_says_what_the_checkpoint_does_not(
     assert main([*words, "--config", str(tmp_path / "other" / "config.json")]) == 0
     assert "bytes in 1 file(s)" in capsys.readouterr().out
     assert main(words) == 1, "the directory is taken"
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "1e-10", "nan", "inf"])
+def test_a_file_has_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    """Of at least one byte; nothing is read or made."""
+    words = ["ckpt", "export-hf", str(_save_as_run(tmp_path)), str(tmp_path / "exported")]
+    assert main([*words, f"--max-shard-gb={size}"]) == 2
+    assert f"a size above 0, got {float(size)}. In --max-shard-gb" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
