@@ -28,18 +28,19 @@ def build_blending_indices(
 
     Args:
         weights: One positive weight a dataset, of any sum.
-        num_samples: Length of the blend.
+        num_samples: Length of the blend, at least 0.
         limits: The most samples each dataset may give; None for no limit.
 
     Returns:
         (num_samples,) which dataset, and (num_samples,) which of its samples.
 
     Raises:
-        ConfigError: A weight is not positive, there are none or too many, or the limits are too
-            low.
+        ConfigError: A weight is not positive and finite, there are none or too many, the length is
+            negative, or the limits are too low or not as many.
     """
-    if not 0 < len(weights) <= _MAX_DATASETS or min(weights) <= 0:
-        raise _blend_error(f"1 to {_MAX_DATASETS} positive weights", list(weights)[:10])
+    _check(weights, num_samples)
+    if limits is not None and len(limits) != len(weights):
+        raise _blend_error(f"{len(weights)} limits", list(limits)[:10])
     if limits is not None and sum(limits) < num_samples:
         raise _blend_error(f"datasets of {num_samples} samples together", list(limits))
     shares = np.array(weights, dtype=np.float64)
@@ -53,7 +54,11 @@ def samples_per_dataset(weights: Sequence[float], num_samples: int) -> list[int]
 
     It is 0.5 % more than the dataset's share, as in Megatron, because the greedy order may run
     ahead.
+
+    Raises:
+        ConfigError: As :func:`build_blending_indices` does.
     """
+    _check(weights, num_samples)
     total = sum(weights)
     return [math.ceil(math.ceil(num_samples * (weight / total)) * _SURPLUS) for weight in weights]
 
@@ -69,8 +74,8 @@ class BlendedDataset:
             sources.
 
     Raises:
-        ConfigError: Weights are not positive, do not match the sources, or lack ``num_samples``; or
-            sequence lengths differ.
+        ConfigError: Weights are not positive and finite, do not match the sources, or lack
+            ``num_samples``; this is negative; or sequence lengths differ.
         DataError: A source has fewer samples than its share; see :func:`samples_per_dataset`.
     """
 
@@ -120,6 +125,15 @@ class BlendedDataset:
                         hint="Build each dataset with samples_per_dataset(weights, num_samples)",
                     )
                 )
+
+
+def _check(weights: Sequence[float], num_samples: int) -> None:
+    is_sound = all(weight > 0 for weight in weights) and math.isfinite(sum(weights))
+    if not 0 < len(weights) <= _MAX_DATASETS or not is_sound:
+        what = f"1 to {_MAX_DATASETS} positive weights of a finite sum"
+        raise _blend_error(what, list(weights)[:10])
+    if num_samples < 0:
+        raise _blend_error("a length of at least 0", num_samples)
 
 
 def _blend_error(what: str, got: object) -> ConfigError:

@@ -11,6 +11,7 @@ This file is arithmetic only; tokens are read by ``megafsdp.data.samples``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -33,12 +34,12 @@ def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:
         One range a share; empty for a share of 0.
 
     Raises:
-        ConfigError: A share is negative, or all are 0.
+        ConfigError: A share is negative or not finite, or all are 0.
     """
-    if min(shares, default=0) < 0 or sum(shares) <= 0:
+    if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
         raise ConfigError(
             expected(
-                "shares of 0 or more, some of them positive",
+                "finite shares of 0 or more, some of them positive",
                 list(shares),
                 where="the split of a dataset",
                 hint="Write the split like 99,1,0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -80,11 +82,32 @@ def test_sample_out_of_range_is_an_index_error(sample: int) -> None:
         BlendedDataset([_Counted(0, 4)])[sample]
 
 
-@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -2.0]])
+@pytest.mark.parametrize(
+    "weights",
+    [[], [1.0, 0.0], [1.0, -2.0], [1.0, math.nan], [math.nan, 1.0], [math.inf, 1.0], [1e308] * 2],
+)
 def test_weights_that_are_not_positive_are_refused(weights: list[float]) -> None:
     """A source without weight does not belong in the blend."""
-    with pytest.raises(ConfigError, match="positive weights"):
+    with pytest.raises(ConfigError, match="positive weights of a finite sum"):
         build_blending_indices(weights, 4)
+    with pytest.raises(ConfigError, match="positive weights of a finite sum"):
+        samples_per_dataset(weights, 4)
+
+
+def test_a_negative_length_is_refused() -> None:
+    """A blend of 0 samples is empty."""
+    assert [len(index) for index in build_blending_indices([1, 1], 0)] == [0, 0]
+    with pytest.raises(ConfigError, match="a length of at least 0, got -1"):
+        build_blending_indices([1, 1], -1)
+    with pytest.raises(ConfigError, match="a length of at least 0, got -1"):
+        BlendedDataset([_Counted(0, 4)], [1.0], num_samples=-1)
+
+
+@pytest.mark.parametrize("limits", [[4], [4, 4, 4]])
+def test_limits_are_one_a_dataset(limits: list[int]) -> None:
+    """Others would be read beyond their end, or not at all."""
+    with pytest.raises(ConfigError, match="2 limits"):
+        build_blending_indices([1, 1], 4, limits=limits)
 
 
 def test_limits_below_the_length_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,7 +149,10 @@ def test_split_rounds_like_megatron(
     assert [(part.start, part.stop) for part in ranges] == bounds
 
 
-@pytest.mark.parametrize("shares", [(), (0, 0), (2, -1)])
+@pytest.mark.parametrize(
+    "shares",
+    [(), (0, 0), (2, -1), (math.nan, 1), (1, math.nan), (math.inf, 1), (math.inf, -math.inf)],
+)
 def test_split_without_positive_shares_is_refused(shares: tuple[float, ...]) -> None:
     """Shares must make sense as parts of a whole."""
     with pytest.raises(ConfigError, match="99,1,0"):
