@@ -52,7 +52,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             dtype.
 
     Raises:
-        ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then.
+        ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then,
+            on any rank.
+        RuntimeError: The same on other ranks alone, whose errors it quotes.
     """
     own = model.state_dict()
     # Nothing is changed before all ranks have agreed that their states fit.

@@ -46,7 +46,8 @@ def sample(
             drawn.
         top_k: Only so many of the likeliest tokens are drawn from; None for all. Tokens that are as
             likely as the last of them are drawn too.
-        vocab_size: Only ids below it are produced; None allows the padding of the vocabulary too.
+        vocab_size: Only ids below it are produced, at least 1; None allows the padding of the
+            vocabulary too.
         generator: Source of the draws, on the tokens' device; None is torch's default one.
 
     Returns:
@@ -56,13 +57,14 @@ def sample(
         ValueError: The context is empty, or a number is out of its range.
     """
     smallest = min(tokens_BT.shape[1], max_context)
-    is_sound = num_tokens >= 0 and 0 <= temperature < math.inf and (top_k is None or top_k > 0)
-    if smallest < 1 or not is_sound:
+    is_sound = num_tokens >= 0 and 0 <= temperature < math.inf
+    counts = (top_k, vocab_size)
+    if smallest < 1 or not is_sound or any(n is not None and n < 1 for n in counts):
         raise ValueError(
             expected(
-                "at least 1 token of context, num_tokens >= 0, a finite temperature >= 0 and a"
-                " top_k of None or at least 1",
-                f"{smallest}, {num_tokens}, {temperature} and {top_k}",
+                "at least 1 token of context, num_tokens >= 0, a finite temperature >= 0, and a"
+                " top_k and a vocab_size of None or at least 1",
+                f"{smallest}, {num_tokens}, {temperature}, {top_k} and {vocab_size}",
                 where="sample()",
                 hint="Begin with one token at least, such as the end-of-document one",
             )

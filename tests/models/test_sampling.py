@@ -79,9 +79,7 @@ def test_an_empty_context_is_refused() -> None:
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
 def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
     """NaN would take the likeliest token, and infinity forget the model, without a word."""
-    with pytest.raises(
-        ValueError, match=f"a finite temperature >= 0 .*, got 1, 4, {temperature} and"
-    ):
+    with pytest.raises(ValueError, match=f"a finite temperature >= 0,.*, got 1, 4, {temperature},"):
         sample(
             _NextInteger(),
             torch.tensor([[3]]),
@@ -132,7 +130,11 @@ def test_tokens_are_drawn_from_the_likeliest_alone(top_k: int, seen: set[int] | 
     assert draw(0.0) == {7}
 
 
-def test_no_token_to_draw_from_is_refused() -> None:
-    """A top_k of 0 has no meaning."""
-    with pytest.raises(ValueError, match=r"top_k of None or at least 1, got 1, 1, 0\.0 and 0"):
-        sample(_Ranked(), torch.zeros(1, 1).long(), num_tokens=1, max_context=4, top_k=0)
+@pytest.mark.parametrize(
+    ("option", "found"), [({"top_k": 0}, "0 and None"), ({"vocab_size": 0}, "None and 0")]
+)
+def test_no_token_to_draw_from_is_refused(option: dict[str, int], found: str) -> None:
+    """Neither a top_k of 0 nor an empty vocabulary has a meaning."""
+    message = rf"a top_k and a vocab_size of None or at least 1, got 1, 1, 0\.0, {found}"
+    with pytest.raises(ValueError, match=message):
+        sample(_Ranked(), torch.zeros(1, 1).long(), num_tokens=1, max_context=4, **option)

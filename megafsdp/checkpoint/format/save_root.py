@@ -35,7 +35,7 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
-from megafsdp.checkpoint.storage.locations import L, Location, joined, location_of
+from megafsdp.checkpoint.storage.locations import L, Location, is_folder, joined, location_of
 from megafsdp.checkpoint.storage.store_path import StorePath
 from megafsdp.errors import CheckpointError
 
@@ -138,11 +138,17 @@ def find(
     if chosen is None or not is_published(step_directory(root, chosen), marker=marker):
         raise CheckpointError.expected(
             f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
-            f"published steps {published_steps(root)}",
+            _steps_in_words(root),
             where=f"'{root}'",
             hint="Give the directory that was passed to save(), or an existing step",
         )
     return step_directory(root, chosen)
+
+
+def _steps_in_words(root: Location) -> str:
+    if is_folder(root):
+        return f"published steps {published_steps(root)}"
+    return "a file" if root.is_file() else "no such folder"
 
 
 def prepare(root: Path, step: int) -> Path:

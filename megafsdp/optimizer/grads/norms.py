@@ -335,7 +335,8 @@ def norms_of_parts(
     Raises:
         ValueError: ``norm_type`` is not positive.
     """
-    if norm_type <= 0:
+    # Not "<= 0", which is false for NaN.
+    if not norm_type > 0:
         raise ValueError(
             expected(
                 "a positive order",

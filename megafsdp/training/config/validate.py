@@ -106,19 +106,20 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
 
 def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
     """Check the degrees and how the data axes are used; return the degrees of so many ranks."""
-    try:
-        dims = parallel.dims().resolve(world_size)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if dims.cp > 1:
+    # Before ranks are counted: more of them would not help.
+    if parallel.cp > 1:
         raise NotImplementedError(
             expected(
                 "degree 1",
-                dims.cp,
+                parallel.cp,
                 where=f"the training configuration, parallel.{CP}",
                 hint="Use dp_shard or tp: no attention runs over parts of a sequence yet",
             )
         )
+    try:
+        dims = parallel.dims().resolve(world_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if parallel.outer_strategy == "optim":
         require(
             dims.dp_outer > 1,

@@ -272,10 +272,12 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
         What they say, None without ``--dry-run``, and the other words.
 
     Raises:
-        ConfigError: The number of ranks is none, or the file has no name.
+        ConfigError: The number of ranks is none, the file has no name, or there is another option
+            of a dry run without ``--dry-run``.
     """
     is_found, ranks, rest = _take(words, _OPTION)
     if not is_found:
+        _require_none(rest)
         return None, rest
     if ranks is not None and not (ranks.isdecimal() and int(ranks)):
         raise ConfigError(
@@ -299,6 +301,19 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
     world_size = None if ranks is None else int(ranks)
     others = [word for word in rest if word != _JSON_OPTION]
     return DryRunOptions(world_size, _JSON_OPTION in rest, html_path), others
+
+
+def _require_none(words: Sequence[str]) -> None:
+    for option in (_JSON_OPTION, _HTML_OPTION):
+        if _take(words, option)[0]:
+            raise ConfigError(
+                expected(
+                    f"{_OPTION} beside {option}",
+                    "none",
+                    where="the command line",
+                    hint=f"Add {_OPTION}, or leave {option} out; megafsdp report draws a run",
+                )
+            )
 
 
 def _take(words: Sequence[str], option: str) -> tuple[bool, str | None, list[str]]:

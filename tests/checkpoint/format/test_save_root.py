@@ -54,6 +54,20 @@ def test_steps_are_found_by_number(tmp_path: Path) -> None:
     assert on_disk.find(tmp_path, 12345678).name == "iter_12345678"
 
 
+def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
+    """A name that was mistyped, on a disk and in a store, and a file."""
+    (tmp_path / "file").touch()
+    for place, found in (
+        (tmp_path / "none", "no such folder"),
+        ("memory://none", "no such folder"),
+        (tmp_path / "file", "a file"),
+        (tmp_path, r"published steps \[\]"),
+    ):
+        for step in (None, 3):
+            with pytest.raises(CheckpointError, match=f"got {found}. In "):
+                on_disk.find(place, step)
+
+
 def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
     """A tracker whose directory is gone says what can be loaded instead."""
     _root_with(tmp_path, [3], 7)

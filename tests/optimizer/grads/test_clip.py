@@ -82,12 +82,14 @@ def test_a_nonfinite_norm_is_seen_by_all_ranks(ranks: Ranks, norm_type: float) -
     assert all(math.isnan(norm) for norm in ranks(2).run(_nonfinite, norm_type))
 
 
-def test_a_norm_needs_a_positive_order() -> None:
-    """Order zero is refused."""
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_a_norm_needs_a_positive_order(norm_type: float) -> None:
+    """Gradients stay as they are."""
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     with pytest.raises(ValueError, match="positive order"):
-        clip_grad_norm_(parameter, 1.0, 0.0)
+        clip_grad_norm_(parameter, 0.5, norm_type)
+    assert torch.equal(parameter.grad, torch.ones(1))
 
 
 def _counts_zeros_and_norms(strategy: str) -> None:

@@ -537,7 +537,6 @@ def test_optimizer_state_is_that_of_the_optimizer(tmp_path: Path) -> None:
         (["--dry-run", "--a.b", "1"], (DryRunOptions(None, False), ["--a.b", "1"])),
         (["--a.b", "1", "--json", "--dry-run"], (DryRunOptions(None, True), ["--a.b", "1"])),
         (["--dry-run", "4", "--dry-run=8"], (DryRunOptions(8, False), [])),
-        (["--json"], (None, ["--json"])),
     ],
 )
 def test_options_are_taken_out_of_the_command_line(words: list[str], expected: object) -> None:
@@ -560,7 +559,9 @@ def test_number_of_ranks_must_be_one(words: list[str]) -> None:
         (["--dry-run", "8", "--parallel.dp_outer=0"], "dp_outer"),
         (["--dry-run", "8", "--model.preset=qwen3-9b"], "qwen3-9b"),
         (["--dry-run", "8", "--parallel.prefetch=-1"], "parallel.prefetch"),
-        (["--json", "--train.steps=1"], "json"),
+        (["--json", "--train.steps=1"], "--dry-run beside --json"),
+        (["--html", "a.html"], "--dry-run beside --html"),
+        (["--html=a.html"], "--dry-run beside --html"),
         (["--dry-run", "8", "--parallel.tp=4"], "divisor of model.num_query_groups, 2, got 4"),
         (["--dry-run", "8", "--parallel.cp=2"], "parallel.cp"),
         (["--dry-run", "8", "--parallel.ep=2"], "parallel.ep"),
