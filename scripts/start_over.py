@@ -7,14 +7,13 @@ checkpoints stay.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 
 import torch
 
-from megafsdp.checkpoint.format.save_root import TRACKER_FILE, published_steps, step_directory
-from megafsdp.errors import ConfigError
+from megafsdp.checkpoint.format.publication import saves_to
+from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate
@@ -32,18 +31,14 @@ def main(options: Sequence[str]) -> int:
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         with sole_job(config.run_directory, alone, checkpoints=config.separate_checkpoints):
             _remove(config)
-    except (ConfigError, NotImplementedError) as error:
+    except (CheckpointError, ConfigError, NotImplementedError) as error:
         print(f"run.sh: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _remove(config: Config) -> None:
-    root = config.checkpoint_directory
-    # First, so that a half-removed checkpoint is never the latest one.
-    (root / TRACKER_FILE).unlink(missing_ok=True)
-    for step in published_steps(root):
-        shutil.rmtree(step_directory(root, step))
+    saves_to(config.checkpoint_directory).clear()
     for name in (METRICS_FILE, EVENTS_FILE):
         (config.run_directory / name).unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ import torch
 from megafsdp import checkpoint
 from megafsdp.training.process.run_lock import sole_job
 from megafsdp.training.process.world import World
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 
 _WHOLE = ["--data.train", "[tokens]", "--train.steps", "6"]
 _SCRIPT = Path(__file__).parents[1] / "scripts" / "start_over.py"
@@ -51,6 +52,32 @@ def test_the_run_that_options_name_is_removed(
     assert all(path.exists() for path in others)
     assert ((apart or tmp_path / "mine" / "checkpoints") / "notes.txt").exists()
     assert start_over(options) == 0, "nothing is left to remove"
+
+
+def test_checkpoints_in_a_store_are_removed(
+    tmp_path: Path,
+    start_over: Callable[[Sequence[str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As those on a disk are; a store that does not let them go is one message."""
+    store = FaultyStore(tmp_path / "store")
+    for step in (2, 4):
+        checkpoint.save(store.root, step=step, model=torch.nn.Linear(2, 2))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.touch()
+    (store.objects / "run" / "notes.txt").touch()
+    before = store.names()
+    options = [*_WHOLE, "--run.directory", str(metrics.parent)]
+    options += ["--checkpoint.directory", store.root]
+    store.plan(Fault("remove", "denied"))
+    assert start_over(options) == 2
+    assert "lets objects be removed" in capsys.readouterr().err
+    assert store.names() == before and metrics.exists()
+    store.plan()
+    for _ in range(2):
+        assert start_over(options) == 0
+        assert store.names() == {"notes.txt"} and not metrics.exists()
 
 
 @pytest.mark.parametrize(

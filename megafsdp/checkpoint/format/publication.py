@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megafsdp.checkpoint.format import save_root
-from megafsdp.checkpoint.format.manifest import Manifest
+from megafsdp.checkpoint.format.manifest import TRACKER_FILE, Manifest
 from megafsdp.checkpoint.format.save_root import Draft
 from megafsdp.checkpoint.format.store_root import StoreSaves
 from megafsdp.checkpoint.storage.locations import Location
@@ -44,6 +44,9 @@ class Saves(Protocol):
 
     def prune(self, *, keep_last: int | None, keep_every: int | None) -> list[int]:
         """Remove the checkpoints that :func:`save_root.prune` chooses, and return their steps."""
+
+    def clear(self) -> None:
+        """Remove all checkpoints, and first the tracker; warn of those that stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,12 @@ class DiskSaves:
         return save_root.prune(
             self.root, keep_last=keep_last, keep_every=keep_every, retire=save_root.retire
         )
+
+    def clear(self) -> None:
+        """Remove the tracker, then rename each directory away and remove it."""
+        (self.root / TRACKER_FILE).unlink(missing_ok=True)
+        for step in save_root.published_steps(self.root):
+            save_root.retire(save_root.step_directory(self.root, step))
 
 
 def saves_to(root: Location) -> Saves:

@@ -42,6 +42,7 @@ from megafsdp.checkpoint.format.save_root import (
     latest_step,
     named_by,
     prune,
+    published_steps,
     reached,
     require_not_latest,
     step_directory,
@@ -124,6 +125,12 @@ class StoreSaves:
         except CheckpointError as error:
             _LOGGER.warning("old checkpoints stay in '%s': %s", self.root, error)
             return []
+
+    def clear(self) -> None:
+        """Remove the tracker, then the manifest of each folder and its other files."""
+        self.root.remove([TRACKER_FILE])
+        for step in published_steps(self.root):
+            self._retire(step_directory(self.root, step))
 
     def _retire(self, folder: StorePath) -> bool:
         marker = temporary_name(folder.name)
