@@ -12,6 +12,7 @@ run=runs/quickstart
 directory=$run
 options=(--config examples/configs/quickstart.yaml)
 is_fresh=
+is_question=
 previous=
 for argument in "$@"; do
   # The report is drawn where the options say that the run lies.
@@ -20,6 +21,7 @@ for argument in "$@"; do
   fi
   case "$argument" in
     --run.directory=*) directory=${argument#--run.directory=} ;;
+    -h | --help | --print-config) is_question=1 ;;
   esac
   previous=$argument
   if [ "$argument" = --fresh ]; then
@@ -28,6 +30,11 @@ for argument in "$@"; do
     options+=("$argument")
   fi
 done
+# An answer needs neither data nor ranks, and removes nothing.
+if [ -n "$is_question" ]; then
+  exec "$PYTHON" -m megafsdp train "${options[@]}"
+fi
+
 num_gpus=0
 if command -v nvidia-smi >/dev/null; then
   num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
