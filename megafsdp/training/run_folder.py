@@ -62,7 +62,7 @@ def root_to_publish_in(directory: str | os.PathLike[str]) -> Location:
     if not is_run and not (folder / _CHECKPOINTS).is_dir():
         return folder
     root = _root_of_run(folder) if is_run else folder / _CHECKPOINTS
-    if root == folder:
+    if root.absolute() == folder.absolute():
         return folder
     raise CheckpointError.expected(
         "a save root of its own",

@@ -46,7 +46,10 @@ class Saves(Protocol):
         """Remove the checkpoints that :func:`save_root.prune` chooses, and return their steps."""
 
     def clear(self) -> None:
-        """Remove all checkpoints, and first the tracker; warn of those that stay."""
+        """Remove all checkpoints; warn of those that stay.
+
+        The tracker goes first, so that a half-removed checkpoint is never the latest one.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,7 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
     """
     is_found, ranks, rest = _take(words, _OPTION)
     if not is_found:
-        _require_none(rest)
+        _require_no_options(rest)
         return None, rest
     if ranks is not None and not (ranks.isdecimal() and int(ranks)):
         raise ConfigError(
@@ -303,7 +303,7 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
     return DryRunOptions(world_size, _JSON_OPTION in rest, html_path), others
 
 
-def _require_none(words: Sequence[str]) -> None:
+def _require_no_options(words: Sequence[str]) -> None:
     for option in (_JSON_OPTION, _HTML_OPTION):
         if _take(words, option)[0]:
             raise ConfigError(
