@@ -481,6 +481,8 @@ def _not_combined(
             yield group
 
 
+# Parameters count writes, which tensors made in inference mode do not.
+@torch.inference_mode(mode=False)
 @torch.no_grad()
 def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
     """Encode all parameters over new buffers, then put these in their place; collective."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
+from megafsdp.device.memory import outside_inference_mode
 from megafsdp.device.torch_private import version_of
 from megafsdp.quantize.tiles import Fragment
 
@@ -63,7 +64,13 @@ class MainWeight:
 
     @staticmethod
     def of_whole(values: Tensor) -> MainWeight:
-        """Return the main weight of a parameter that no other rank has rows of, just encoded."""
+        """Return the main weight of a parameter that no other rank has rows of, just encoded.
+
+        Values that were made in inference mode are copied: these have no count of writes.
+        """
+        if values.is_inference():
+            with outside_inference_mode():
+                values = values.clone()
         made = MainWeight(values, tuple(values.shape))
         made.note_encoded()
         return made

@@ -456,6 +456,8 @@ def _copied_main(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> M
     return main.copied(copied, lambda: shard.decode(torch.float32))
 
 
+# A parameter counts writes to its codes, which tensors made in inference mode do not.
+@torch.inference_mode(mode=False)
 def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> QuantizedShard:
     """Return the parameter over copies of its buffers; it has no main weight."""
     codes, table = copied(shard.codes), copied(shard.table)

@@ -206,8 +206,9 @@ class QuantizedTensor(Tensor):
             for tensor in written if isinstance(written, list | tuple) else (written,):
                 if isinstance(tensor, QuantizedTensor) and not _sends_alone(func, args):
                     raise tensor.refusal(str(func))
-        plain = {name: _decoded(value) for name, value in kwargs.items()}
-        return func(*map(_decoded, args), **plain)
+        if torch.is_inference_mode_enabled():
+            return _run_in_inference_mode(func, args, kwargs)
+        return _run_decoded(func, args, kwargs)
 
 
 class Fields(NamedTuple):
@@ -233,6 +234,10 @@ def make(cls: type[T], source: Fields | QuantizedTensor, part: Part | None = Non
         source: Has the buffers and what they mean.
         part: What is shown of them; None for all.
     """
+    if torch.is_inference_mode_enabled():
+        # torch counts the writes to views and to gathered parameters, which it makes from this.
+        with torch.inference_mode(False):
+            return make(cls, source, part)
     stored_shape, part = source.stored_shape, part or Part()
     shape = stored_shape if part.matrix is None else stored_shape[1:]
     if part.is_flat:
@@ -299,6 +304,22 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_decoded(each) for each in value]
     return value.decode() if isinstance(value, QuantizedTensor) else value
+
+
+def _run_decoded(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    plain = {name: _decoded(value) for name, value in kwargs.items()}
+    return func(*map(_decoded, args), **plain)
+
+
+def _run_in_inference_mode(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run any other operator in this mode."""
+    # Those that consist of others, such as narrow(), come here whole: the others may be kept.
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    # As in make(). Views alone: what other operators write may be a tensor of this mode.
+    with torch.inference_mode(not func.is_view):
+        return _run_decoded(func, args, kwargs)
 
 
 def _alias(tensor: QuantizedTensor) -> QuantizedTensor:

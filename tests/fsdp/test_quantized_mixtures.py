@@ -121,6 +121,12 @@ def _trains(recipe: str, dims: str, directory: str) -> None:
     _train(model, optimizer, data_rank, range(1))
     first = _shown(model)
     _train(model, optimizer, data_rank, range(1, 3))
+    tokens = batch_of(2, 8, data_rank)[0]
+    outputs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            outputs.append(model(tokens).clone())
+    assert torch.equal(*outputs)
     found = _shown(model)
     assert all(not torch.equal(found[name][0], first[name][0]) for name in names)
     for name in names:

@@ -313,6 +313,22 @@ def test_a_nan_of_any_rank_reaches_the_output_of_all(ranks: Ranks, recipe: str, 
     ranks(2).run(_nan_is_not_lost, recipe, rank)
 
 
+def _evaluates_first(recipe: str) -> None:
+    alone, model = megafsdp.quantize_(new_model(), recipe), sharded(recipe, 2)
+    for step in range(3):
+        with torch.inference_mode():
+            found = model(batch(step))
+        with torch.no_grad():
+            assert torch.equal(found, alone(batch(step))) and found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_evaluations_in_inference_mode_may_come_first(ranks: Ranks, recipe: str) -> None:
+    """Where torch makes the unsharded parameters in this mode, and gathers into them again."""
+    # On one rank torch fails with plain parameters too.
+    ranks(2).run(_evaluates_first, recipe)
+
+
 def _few_rows() -> None:
     """Rank 2 has fewer rows than the others, which travel filled up."""
     torch.manual_seed(0)

@@ -90,6 +90,38 @@ def test_copies_of_a_plain_model_train_on_as_it_does(
         assert all(map(torch.equal, _train(*source, range(3, 6)), expected))
 
 
+def _quantized_here(model: nn.Module) -> nn.Module:
+    with torch.inference_mode():
+        return megafsdp.quantize_(model, "fp8_delayed")
+
+
+def _copied_here(model: nn.Module) -> nn.Module:
+    with torch.inference_mode():
+        return copy.deepcopy(megafsdp.quantize_(model, "fp8_delayed"))
+
+
+def _loaded_here(model: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(megafsdp.quantize_(model, "fp8_delayed"), stream)
+    stream.seek(0)
+    with torch.inference_mode():
+        # Its codes are of this mode, and like other parameters of it cannot be trained; a copy can.
+        return copy.deepcopy(torch.load(stream, weights_only=False))
+
+
+@pytest.mark.parametrize("make", [_quantized_here, _copied_here, _loaded_here])
+def test_parameters_that_are_made_in_inference_mode_train_as_others(
+    make: Callable[[nn.Module], nn.Module],
+) -> None:
+    """They have main weights and codes whose writes are counted."""
+    results = []
+    for each in (lambda model: megafsdp.quantize_(model, "fp8_delayed"), make):
+        torch.manual_seed(0)
+        model = each(nn.Linear(64, 64, bias=False).bfloat16())
+        results.append(_train(model, FusedAdam(model.parameters(), lr=1e-2), range(3)))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("copied", _COPIES)
 def test_values_that_a_copy_is_given_are_kept_by_its_next_step(
     copied: Callable[[Both], Both],

@@ -102,6 +102,41 @@ def test_what_copies_the_buffers(recipe: str) -> None:
     assert isinstance(copy.deepcopy(weight), nn.Parameter)
 
 
+_CUTS: dict[str, Callable[[QuantizedShard], Tensor]] = {
+    "rows": lambda w: w[128:],
+    "narrow": lambda w: w.narrow(0, 0, 128),
+    "columns": lambda w: w.narrow(1, 0, 128),
+    "split": lambda w: w.split(128)[1],
+    "chunk": lambda w: w.chunk(2)[1],
+    "reshape": lambda w: w.reshape(-1),
+    "decoded view": lambda w: w.t(),
+}
+
+
+@pytest.mark.parametrize("name", [*_ALIASES, *_COPIES, *_CUTS])
+def test_inference_mode_gives_what_no_grad_does(name: str) -> None:
+    """What torch makes of others there too, and copies have main weights that can be trained."""
+    call = {**_ALIASES, **_COPIES, **_CUTS}[name]
+    weight = made("mxfp8")
+    with torch.no_grad():
+        wanted = call(weight)
+    with torch.inference_mode():
+        found = call(weight)
+    assert type(found) is type(wanted) and not found.is_inference()
+    assert torch.equal(found.detach() + 0, wanted.detach() + 0)
+    if isinstance(found, QuantizedShard) and isinstance(wanted, QuantizedShard):
+        assert (found.main is None) == (wanted.main is None)
+        assert found.main is None or not found.main.values.is_inference()
+
+
+def test_a_load_in_inference_mode_writes_to_what_it_narrows() -> None:
+    """As elsewhere: a decoded copy would be written in vain."""
+    weight, other = made("mxfp8"), made("mxfp8", seed=1)
+    with torch.inference_mode():
+        weight.narrow(0, 128, 128).copy_(other[128:])
+    assert torch.equal(weight[128:].detach() + 0, other[128:].detach() + 0)
+
+
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_new_tensors(recipe: str) -> None:
     """Of rows as long they are quantized, else plain, and never larger than asked."""

@@ -101,6 +101,41 @@ def test_other_operators_compute_with_values(name: str) -> None:
     assert torch.equal(made.grad, plain.grad)
 
 
+_OF_STACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda w: w.transpose(1, 2),
+    "one matrix": lambda w: w[1],
+    "all matrices": lambda w: w.unbind(0)[2],
+    "rows of all": lambda w: w[:, 3:7],
+    "flat": lambda w: w.view(-1),
+}
+_OF_MATRICES: dict[str, Callable[[Tensor], Tensor]] = {
+    **_KEPT,
+    **_DECODED,
+    "transpose": lambda w: w.t(),
+    "part": lambda w: w[3:7, 2],
+    "parts": lambda w: w.split(16)[1],
+    "composed view": lambda w: w.narrow(0, 3, 2),
+    "composed view of the whole": lambda w: w.reshape(64, 32),
+    "written to another": lambda w: torch.zeros(64, 32).add_(w),
+}
+
+
+@pytest.mark.parametrize("name", [*_OF_MATRICES, *_OF_STACKS])
+def test_inference_mode_gives_what_no_grad_does(name: str) -> None:
+    """Quantized or decoded; views of a parameter count its writes, as those of a plain one do."""
+    call = _OF_STACKS[name] if name in _OF_STACKS else _OF_MATRICES[name]
+    made = _made("mxfp8", 3, 32, 64) if name in _OF_STACKS else _made()
+    plain = nn.Parameter(made.decode())
+    with torch.no_grad():
+        wanted = call(made)
+    with torch.inference_mode():
+        found, of_plain = call(made), call(plain)
+    assert type(found) is type(wanted) and found.stride() == wanted.stride()
+    assert torch.equal(found.detach() + 0, wanted.detach() + 0)
+    if isinstance(found, QuantizedTensor) or of_plain._is_view():
+        assert not found.is_inference()
+
+
 def _assign_data(weight: Tensor) -> None:
     weight.data = torch.zeros(64, 32, dtype=weight.dtype)
 
