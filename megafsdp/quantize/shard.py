@@ -337,9 +337,9 @@ def _cut(shard: QuantizedShard, dim: int, start: int, stop: int) -> Tensor | Non
         table = table.new_zeros(form.table_nbytes(own_shape))
         if stop > start:
             form.scales_of_rows(table, own_shape, 0, own_shape[0]).copy_(scales)
-    fields = Fields(
-        codes.reshape(-1), table, shard.recipe, own_shape, shard.value_dtype, shard.state, shard.fqn
-    )
+    # Not reshape(-1), which makes a view with gaps of a column one byte wide.
+    own = codes.contiguous().view(-1)
+    fields = Fields(own, table, shard.recipe, own_shape, shard.value_dtype, shard.state, shard.fqn)
     inner = None if codes.is_contiguous() else codes
     # A copy to no rows writes nothing: neither the scale that others have, nor the parameter.
     main, outer = (shard.main, _Outer(inner, scales)) if stop > start else (None, None)

@@ -198,6 +198,19 @@ def test_cuts_between_tiles_stay_quantized(recipe: str) -> None:
         weight.view(-1).narrow(0, 8, 128)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_one_column_is_read_and_written_like_others(recipe: str) -> None:
+    """With one scale a matrix a cut may be a byte wide, which a view of the codes would be too."""
+    weight, other = made(recipe).detach(), made(recipe, seed=1).detach()
+    whole, wanted = weight.decode(), other.decode()
+    column = weight[:, 3:4]
+    assert isinstance(column, QuantizedShard) and torch.equal(column.decode(), whole[:, 3:4])
+    assert torch.equal(pickle.loads(pickle.dumps(column)).decode(), whole[:, 3:4])
+    for start in range(COLS):
+        weight.narrow(1, start, 1).copy_(other.narrow(1, start, 1))
+    assert torch.equal(weight.decode(), wanted) and not torch.equal(wanted, whole)
+
+
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_a_copy_to_a_new_buffer_leaves_the_parameter_alone(recipe: str) -> None:
     """What stages a save, or keeps a backup, has no part in the next step of the weight."""
