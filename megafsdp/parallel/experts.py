@@ -191,13 +191,18 @@ def _log_loop(reason: str) -> None:
     )
 
 
+def _contiguous(rows: Tensor) -> Tensor:
+    # Without rows all strides are contiguous to torch, and not to the kernels.
+    return rows.contiguous() if rows.numel() else rows.clone(memory_format=torch.contiguous_format)
+
+
 def multiply_in_groups(x_RI: Tensor, weight_EOI: Tensor, load_E: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix, ``(R, O)``, by torch's ``grouped_mm``."""
     ends_E = load_E.cumsum(0, dtype=torch.int32)
-    out_RO = F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
+    out_RO = F.grouped_mm(_contiguous(x_RI), weight_EOI.transpose(1, 2), offs=ends_E)
     if out_RO.requires_grad:
         # The kernels refuse a gradient that is expanded, as of a sum.
-        out_RO.register_hook(Tensor.contiguous)
+        out_RO.register_hook(_contiguous)
     return out_RO
 
 

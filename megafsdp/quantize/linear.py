@@ -345,7 +345,9 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
-        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        # Without rows all strides are contiguous to torch, and not to the kernels.
+        grad = grad.contiguous() if grad.numel() else grad.new_empty(grad.shape)
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             _check_unchanged(ctx.weight, ctx.version)
             weight = ctx.weight.decode(grad.dtype, in_backward=True)

@@ -48,6 +48,21 @@ def test_the_grouped_product_equals_the_loop(loads: list[int], dtype: torch.dtyp
         assert load or not found[2][expert].any()
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch without grouped_mm")
+@pytest.mark.parametrize("loads", _LOADS, ids=str)
+def test_inputs_and_gradients_may_be_expanded(loads: list[int]) -> None:
+    """As the gradient of a sum is, of rows and of none."""
+    results = []
+    for multiply in (multiply_in_groups, multiply_in_loop):
+        row = torch.linspace(-1, 1, 16, requires_grad=True)
+        weight = torch.linspace(-1, 1, 4 * 24 * 16).view(4, 24, 16).requires_grad_()
+        out = multiply(row.expand(sum(loads), 16), weight, torch.tensor(loads))
+        results.append((out, *torch.autograd.grad(out.sum(), (row, weight))))
+    for got, expected in zip(*results, strict=True):
+        # Sums of up to 240 products, in another order at most.
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("loads", _LOADS, ids=str)
 def test_the_loop_equals_products_row_by_row(loads: list[int]) -> None:
     """In fp64, which torch's grouped product does not take."""

@@ -465,6 +465,18 @@ def test_chance_follows_the_random_state() -> None:
     ]
 
 
+@pytest.mark.parametrize("num_rows", [0, 10])
+def test_grouped_products_take_expanded_gradients(num_rows: int) -> None:
+    """As the gradient of a sum is, also without rows, by torch's own call."""
+    x = _drawn(num_rows, 64).requires_grad_()
+    weight = quantized(_drawn(4, 32, 64, seed=1), "mxfp8")
+    ends = torch.tensor([0, num_rows, num_rows, num_rows], dtype=torch.int32)
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    wanted = _gradients(y, torch.ones_like(y), x, weight)
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, weight)), wanted))
+
+
 _LOADS = ([3, 0, 5, 2], [0, 10, 0, 0], [0, 0, 0, 0])
 
 
