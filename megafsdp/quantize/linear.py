@@ -10,7 +10,8 @@ With Q for a quantization along features, and Qc for one along tokens:
 Formats with one scale a tensor have one quantization for both. A recipe that quantizes weights
 alone decodes them in forward and again in backward, and saves x as it is. Either way what is kept
 of a weight is the object itself, whose codes may be gathered anew before backward: no decoded copy
-outlives the product that it was made for. Codes of other values are an error there.
+outlives the product that it was made for. Codes of other values are an error there, if they were
+not gathered.
 
 NVFP4 transforms both operands of the weight gradient (hadamard.py) and rounds both quantizations of
 g by chance (rounding.py). Tokens that lack to a whole block make a shorter block, and to a whole
