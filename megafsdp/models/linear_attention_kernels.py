@@ -7,8 +7,10 @@ tensors nothing is asked, and nothing is imported.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
+import re
 from collections.abc import Callable
 
 import torch
@@ -18,6 +20,9 @@ from megafsdp.errors import expected
 
 _LOGGER = logging.getLogger("megafsdp.models")
 
+# The first release in which a key head may have several value heads. Releases up to 0.4.1 take
+# such values without an error, and read other heads for them.
+_GROUPED_VALUES = (0, 5)
 # In fp32 the rule's kernel rounds products to fewer bits than torch does.
 _RULE_DTYPES = (torch.bfloat16, torch.float16)
 _CONVOLUTION_DTYPES = (*_RULE_DTYPES, torch.float32)
@@ -42,7 +47,33 @@ def _rule_kernel() -> Callable[..., tuple[Tensor, object]] | None:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     kernel: Callable[..., tuple[Tensor, object]] = chunk_gated_delta_rule
-    return kernel
+    return kernel if _has_grouped_values() else _with_repeated_heads(kernel)
+
+
+def _has_grouped_values() -> bool:
+    """Return whether the rule's kernel reads a key head for several value heads."""
+    try:
+        version = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        # A checkout, or a release from before the package was divided.
+        return False
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= _GROUPED_VALUES
+
+
+def _with_repeated_heads(
+    kernel: Callable[..., tuple[Tensor, object]],
+) -> Callable[..., tuple[Tensor, object]]:
+    """Give a kernel each key head as often as it has value heads."""
+
+    def run(
+        q_BTGD: Tensor, k_BTGD: Tensor, v_BTNE: Tensor, *rest: Tensor, **options: bool
+    ) -> tuple[Tensor, object]:
+        heads_per_group = v_BTNE.shape[2] // k_BTGD.shape[2]
+        if heads_per_group > 1:
+            q_BTGD, k_BTGD = (x.repeat_interleave(heads_per_group, 2) for x in (q_BTGD, k_BTGD))
+        return kernel(q_BTGD, k_BTGD, v_BTNE, *rest, **options)
+
+    return run
 
 
 @functools.cache

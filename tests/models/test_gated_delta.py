@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -178,14 +179,8 @@ def no_kernels_known() -> Any:
         lookup.cache_clear()
 
 
-def _on_cuda(dtype: torch.dtype) -> Any:
-    return SimpleNamespace(is_cuda=True, dtype=dtype)
-
-
-@pytest.mark.usefixtures("no_kernels_known")
-def test_kernels_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, in dtypes and widths that they have; of a CPU's tensors no package is looked for."""
-    rule, convolution = SimpleNamespace(), SimpleNamespace()
+def _install(monkeypatch: pytest.MonkeyPatch, rule: Any, convolution: Any, version: str) -> None:
+    """Have packages with these kernels; without a version of fla-core if it is empty."""
     packages = {
         "fla": {},
         "fla.ops": {},
@@ -197,6 +192,25 @@ def test_kernels_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyPat
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+    def version_of(distribution: str) -> str:
+        assert distribution == "fla-core"
+        if not version:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+
+
+def _on_cuda(dtype: torch.dtype) -> Any:
+    return SimpleNamespace(is_cuda=True, dtype=dtype)
+
+
+@pytest.mark.usefixtures("no_kernels_known")
+def test_kernels_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, in dtypes and widths that they have; of a CPU's tensors no package is looked for."""
+    rule, convolution = SimpleNamespace(), SimpleNamespace()
+    _install(monkeypatch, rule, convolution, "0.5.0")
     rule_for = linear_attention_kernels.rule_kernel_for
     convolution_for = linear_attention_kernels.convolution_kernel_for
     assert rule_for(_on_cuda(torch.bfloat16)) is rule
@@ -206,6 +220,30 @@ def test_kernels_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyPat
     assert convolution_for(_on_cuda(torch.float32), 5) is None
     on_cpu = torch.zeros(1, dtype=torch.bfloat16)
     assert rule_for(on_cpu) is None and convolution_for(on_cpu, 4) is None
+
+
+@pytest.mark.usefixtures("no_kernels_known")
+@pytest.mark.parametrize(
+    ("version", "num_key_heads"),
+    [("", _N), ("0.3.2", _N), ("0.4.1", _N), ("0.5", _G), ("0.10.0.dev1", _G), ("1", _G)],
+)
+def test_older_kernels_get_a_key_head_for_each_value_head(
+    monkeypatch: pytest.MonkeyPatch, version: str, num_key_heads: int
+) -> None:
+    """Those of flash-linear-attention before 0.5 would read other heads, and raise nothing."""
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool
+    ) -> tuple[Tensor, None]:
+        assert q.shape[2] == k.shape[2] == num_key_heads and use_qk_l2norm_in_kernel
+        return _run(recurrent_gated_delta_rule, [q, k, v, g, beta]), None
+
+    _install(monkeypatch, kernel, None, version)
+    found = linear_attention_kernels.rule_kernel_for(_on_cuda(torch.bfloat16))
+    monkeypatch.setattr(gated_delta, "rule_kernel_for", lambda v: found)
+    inputs = _inputs(9)
+    wanted = _with_gradients(recurrent_gated_delta_rule, inputs)
+    _assert_equal(_with_gradients(gated_delta_rule, inputs), wanted, 1e-12)
 
 
 @pytest.mark.usefixtures("no_kernels_known")
