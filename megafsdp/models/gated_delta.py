@@ -7,8 +7,10 @@ A head has a state S of D x E, which each token decays, corrects along its key, 
 Queries and keys are L2-normalised here, and queries scaled by 1 / sqrt(D). All is computed in fp32
 at least. The recurrence has T steps, each of which reads and writes the state. By chunks of C
 tokens, the corrections of a chunk solve one triangular system, and only the states between chunks
-are in sequence; both forms give the same numbers up to rounding. On CUDA the kernel of
-flash-linear-attention runs where it is installed.
+are in sequence. Both forms give the same numbers up to rounding, but after very strong decays:
+chunks take decays from differences of summed logarithms, so a log decay of -L makes those of the
+later tokens of its chunk wrong by about 1e-7 L, a percent at -1e5, and one of -inf makes them NaN.
+On CUDA the kernel of flash-linear-attention runs where it is installed.
 
 Shape suffixes: B batch, T sequence, G key heads, N value heads, P value heads of one key head,
 D width of a key head, E of a value head; J chunks, C tokens of a chunk. Chunks come first, so that
