@@ -1,7 +1,8 @@
 """Compressed files as streams of bytes: gzip and xz by Python, zstd by an optional package.
 
-A file is known by its first bytes, not by its name. What is cut short or damaged raises, in the
-middle of a stream too: a corpus never ends early without a word.
+A file is known by its first bytes, not by its name; a name that promises a compression which is
+not there is refused. What is cut short or damaged raises, in the middle of a stream and between
+two streams too: a corpus never ends early without a word.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from megafsdp.errors import ConfigError, DataError, expected
 
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 # Endings that say nothing of what is inside.
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst")
+# Those of compressions and archives that are not read.
+_FOREIGN_SUFFIXES = (".7z", ".br", ".bz2", ".lz", ".lz4", ".lzma", ".lzo", ".rar", ".z", ".zip")
 _CHUNK_NBYTES = 1 << 16
+# Zeros may stand between the streams of an xz file and behind the last, in units of this size.
+_XZ_PADDING_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +53,20 @@ def open_stream(path: Path) -> Iterator[ByteStream]:
 
     Raises:
         ConfigError: The file is zstd's and the package zstandard is not installed.
-        DataError: Inside of the context: what is read is damaged or cut short.
+        DataError: The name ends as that of a compressed file, and the content is none that is
+            read. Inside of the context: what is read is damaged or cut short.
     """
     with path.open("rb") as file, contextlib.ExitStack() as opened:
         start = file.peek()
         kind = next((name for magic, name in _KINDS.items() if start.startswith(magic)), None)
         if kind is None:
+            _require_plain_name(path, start)
             yield ByteStream(file, file.tell)
             return
         lines = opened.enter_context(_OPENERS[kind](file, path))
         try:
             yield ByteStream(lines, file.tell)
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
                 expected(
                     f"a whole {kind} file",
@@ -70,6 +77,20 @@ def open_stream(path: Path) -> Iterator[ByteStream]:
             ) from error
 
 
+def _require_plain_name(path: Path, start: bytes) -> None:
+    """Refuse a name that ends as that of a compressed file: its bytes are not text to learn."""
+    if path.suffix.lower() in (*COMPRESSION_SUFFIXES, *_FOREIGN_SUFFIXES):
+        raise DataError(
+            expected(
+                "text, or a file that gzip, xz or zstd has compressed",
+                f"the ending {path.suffix} and the first bytes {start[:6]!r}",
+                where=f"file '{path}'",
+                hint="Decompress it, or fetch it again; if it is text, take the ending off its"
+                " name",
+            )
+        )
+
+
 def without_compression_suffix(name: str) -> str:
     """Return a file's name without the ending of a compression: ``a.jsonl`` for ``a.jsonl.gz``."""
     for suffix in COMPRESSION_SUFFIXES:
@@ -78,24 +99,52 @@ def without_compression_suffix(name: str) -> str:
     return name
 
 
-class _ZstdFile(io.RawIOBase):
-    """The content of a zstd file, frame by frame.
+class _Decompressor(Protocol):
+    """One stream of xz or one frame of zstd."""
 
-    The package's own stream ends without an error where a frame is cut short.
+    @property
+    def eof(self) -> bool:
+        """Return whether its end was reached."""
+        ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """Return what followed its end."""
+        ...
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Return the content of the next bytes."""
+        ...
+
+
+class _StreamsFile(io.RawIOBase):
+    """The content of a file of compressed streams, one behind the other.
+
+    The packages' own readers end without an error where a frame of zstd is cut short, and where
+    damage follows a stream of xz.
+
+    Args:
+        file: The compressed file.
+        new_stream: Returns what decompresses the next stream.
+        broken: The error that this raises.
+        padding_nbytes: Size of the units of zeros that may stand between streams; 0 for none.
     """
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            what = "the package zstandard, which reads zstd files"
-            hint = "Run `pip install 'megafsdp[zstd]'`, or decompress the file first"
-            raise ConfigError(expected(what, error, where=f"file '{path}'", hint=hint)) from error
+    def __init__(
+        self,
+        file: BinaryIO,
+        new_stream: Callable[[], _Decompressor],
+        broken: type[Exception],
+        *,
+        padding_nbytes: int = 0,
+    ) -> None:
         self._file = file
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._broken = zstandard.ZstdError
-        self._frame = self._decompressor.decompressobj()
-        self._is_inside = False
+        self._new_stream = new_stream
+        self._broken = broken
+        self._padding_nbytes = padding_nbytes
+        self._num_zeros = 0
+        # None between two streams.
+        self._stream: _Decompressor | None = None
         self._compressed = b""
         self._content = memoryview(b"")
 
@@ -108,8 +157,9 @@ class _ZstdFile(io.RawIOBase):
         while not self._content:
             self._compressed = self._compressed or self._file.read(_CHUNK_NBYTES)
             if not self._compressed:
-                if self._is_inside:
-                    raise EOFError("the last frame is cut short")
+                if self._stream is not None:
+                    raise EOFError("the last stream is cut short")
+                self._end_padding()
                 return 0
             self._decompress()
         target = memoryview(buffer).cast("B")
@@ -119,24 +169,60 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self) -> None:
-        if not self._is_inside:
-            self._frame = self._decompressor.decompressobj()
+        if self._stream is None:
+            if self._padding_nbytes:
+                rest = self._compressed.lstrip(b"\0")
+                self._num_zeros += len(self._compressed) - len(rest)
+                self._compressed = rest
+                if not rest:
+                    return
+            self._end_padding()
+            self._stream = self._new_stream()
         try:
-            self._content = memoryview(self._frame.decompress(self._compressed))
+            self._content = memoryview(self._stream.decompress(self._compressed))
         except self._broken as error:
             raise EOFError(f"{error}") from error
-        self._is_inside = not self._frame.eof
-        self._compressed = self._frame.unused_data
+        self._compressed = self._stream.unused_data
+        if self._stream.eof:
+            self._stream = None
+
+    def _end_padding(self) -> None:
+        if self._num_zeros and self._num_zeros % self._padding_nbytes:
+            what = f"{self._num_zeros} zeros behind a stream, no multiple of {self._padding_nbytes}"
+            raise EOFError(what)
+        self._num_zeros = 0
+
+
+def _open_xz(file: BinaryIO, _: Path) -> io.BufferedReader:
+    streams = _StreamsFile(
+        file,
+        lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+        lzma.LZMAError,
+        padding_nbytes=_XZ_PADDING_NBYTES,
+    )
+    return io.BufferedReader(streams, _CHUNK_NBYTES)
 
 
 def _open_zstd(file: BinaryIO, path: Path) -> io.BufferedReader:
-    return io.BufferedReader(_ZstdFile(file, path), _CHUNK_NBYTES)
+    try:
+        import zstandard
+    except ImportError as error:
+        what = "the package zstandard, which reads zstd files"
+        hint = "Run `pip install 'megafsdp[zstd]'`, or decompress the file first"
+        raise ConfigError(expected(what, error, where=f"file '{path}'", hint=hint)) from error
+    new_stream = zstandard.ZstdDecompressor().decompressobj
+    streams = _StreamsFile(file, new_stream, zstandard.ZstdError)
+    return io.BufferedReader(streams, _CHUNK_NBYTES)
 
 
-# What the files begin with, which no UTF-8 text does.
-_KINDS = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# What the files begin with, which no text does. pzstd begins with a frame to be skipped, whose
+# size it is; such a frame has one of sixteen beginnings.
+_KINDS = {
+    **{b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"},
+    **{bytes([first]) + b"\x2a\x4d\x18": "zstd" for first in range(0x50, 0x60)},
+}
 _OPENERS: dict[str, Callable[[BinaryIO, Path], io.BufferedIOBase]] = {
     "gzip": lambda file, _: gzip.GzipFile(fileobj=file),
-    "xz": lambda file, _: lzma.open(file),  # noqa: SIM115 (closed by whoever opens)
+    "xz": _open_xz,
     "zstd": _open_zstd,
 }

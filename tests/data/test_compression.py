@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import lzma
 import random
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +52,54 @@ def test_zstd_of_a_stream_of_unknown_length_is_read(tmp_path: Path) -> None:
             writer.write(CONTENT[start : start + 1000])
             writer.flush()
     assert _read(path) == CONTENT
+
+
+def test_padding_between_streams_is_passed_over(tmp_path: Path) -> None:
+    """Of xz in words of four zeros, as its format allows; gzip takes any number."""
+    path = tmp_path / "file"
+    for kind, num_zeros in (("xz", 4), ("xz", 1 << 17), ("gzip", 3)):
+        pieces = [COMPRESSORS[kind](piece) for piece in (CONTENT[:7], CONTENT[7:])]
+        path.write_bytes(b"".join(piece + bytes(num_zeros) for piece in pieces))
+        assert _read(path) == CONTENT
+    for rest in (b"", lzma.compress(CONTENT)):
+        path.write_bytes(lzma.compress(CONTENT) + bytes(6) + rest)
+        with pytest.raises(DataError, match=r"a whole xz file, got .*6 zeros"):
+            _read(path)
+
+
+@pytest.mark.parametrize("kind", COMPRESSORS)
+@pytest.mark.parametrize("place", [0, 8])
+def test_damage_behind_the_first_stream_is_an_error(tmp_path: Path, kind: str, place: int) -> None:
+    """In the first bytes of the second, or in its header: what follows is not left out."""
+    path, first = tmp_path / "file", COMPRESSORS[kind](CONTENT[:7])
+    second = bytearray(COMPRESSORS[kind](CONTENT[7:]))
+    second[place : place + 8] = b"\xff" * 8
+    path.write_bytes(first + second)
+    with pytest.raises(DataError, match=f"a whole {kind} file"):
+        _read(path)
+
+
+def test_zstd_that_begins_with_a_frame_to_be_skipped_is_read(tmp_path: Path) -> None:
+    """The parallel pzstd writes one before each frame; sixteen beginnings are reserved for them."""
+    path = tmp_path / "file"
+    for number in (0x184D2A50, 0x184D2A5F):
+        frame = struct.pack("<II4s", number, 4, b"size")
+        pieces = map(zstandard.compress, (CONTENT[:7], CONTENT[7:]))
+        path.write_bytes(b"".join(frame + piece for piece in pieces))
+        assert _read(path) == CONTENT
+
+
+@pytest.mark.parametrize("ending", ["bz2", "LZ4", "Z", "br", "gz", "xz", "zst"])
+def test_a_name_that_promises_another_compression_is_refused(tmp_path: Path, ending: str) -> None:
+    """Whatever the bytes are, UTF-8 too; the error is about the compression."""
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(bz2.compress(CONTENT))
+    message = rf"compressed, got the ending \.{ending} and the first bytes b'BZh9.*{path}"
+    with pytest.raises(DataError, match=message):
+        _read(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"the first bytes b''"):
+        _read(path)
 
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
