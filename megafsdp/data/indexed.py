@@ -16,6 +16,7 @@ computed in ``megafsdp.data.sample_index``.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megafsdp.data.index_cache import lengths_digest
 from megafsdp.errors import DataError, expected
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -40,6 +42,8 @@ CODE_TO_DTYPE: dict[int, np.dtype[np.generic]] = {
     8: np.dtype("<u2"),
 }
 _PIECE_NUM_ROWS = 1 << 20
+# Ranges of tokens that stand for all of a file in its fingerprint.
+_NUM_RANGES, _RANGE_NUM_TOKENS = 64, 512
 _NOT_AN_INDEX = "Give the prefix of a .bin/.idx pair that `megafsdp prep` or Megatron-LM wrote"
 _COPY_AGAIN = "Copy the .bin and the .idx file again as a pair, or prepare the data again"
 
@@ -118,6 +122,21 @@ class IndexedDataset:
         """Return a part of one sequence, as a read-only view; the range must lie inside it."""
         start = int(self.sequence_pointers[sequence]) // self.dtype.itemsize + token_offset
         return self.tokens[start : start + num_tokens]
+
+    def fingerprint(self) -> str:
+        """Return what copies of a file share and other content has not: figures and two hashes.
+
+        The lengths of all sequences are hashed, of the tokens 64 ranges of 512 that lie evenly; a
+        copy that differs between these alone is not told apart.
+        """
+        last_start = max(self.num_tokens - _RANGE_NUM_TOKENS, 0)
+        sampled = hashlib.sha256()
+        for start in np.linspace(0, last_start, _NUM_RANGES, dtype=np.int64).tolist():
+            sampled.update(self.tokens[start : start + _RANGE_NUM_TOKENS].tobytes())
+        return (
+            f"{len(self):,} sequences {lengths_digest(self.sequence_lengths)[:16]},"
+            f" {self.num_tokens:,} tokens {sampled.hexdigest()[:16]}"
+        )
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         """Pickle as the prefix; the receiver maps the files again."""

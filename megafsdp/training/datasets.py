@@ -31,11 +31,13 @@ class Datasets:
         train: Samples of at least the run's length.
         validation: Every held-out token once; None if nothing is held out.
         order: Everything that decides which training sample has which number, as plain values.
+        fingerprints: Of each token file by the option that names it; alike where its content is.
     """
 
     train: SampleSource
     validation: SampleSource | None
     order: dict[str, object]
+    fingerprints: dict[str, str]
 
 
 def build_datasets(
@@ -86,7 +88,14 @@ def build_datasets(
             # Data that was prepared again may have as many tokens in other documents.
             "lengths_sha256": [source.lengths_sha256 for source in train],
         },
+        fingerprints=_fingerprints("data.train", train_parts)
+        # Of a split, what is held out lies in the same files.
+        | ({} if data.split is not None else _fingerprints("data.validation", held_out)),
     )
+
+
+def _fingerprints(option: str, parts: list[_Part]) -> dict[str, str]:
+    return {f"{option}[{i}]": indexed.fingerprint() for i, (indexed, _) in enumerate(parts)}
 
 
 def _parts(

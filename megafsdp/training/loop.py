@@ -8,7 +8,7 @@ rank takes effect on all ranks at the next agreement.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_object
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.device.host_threads import default_host_threads, torch_threads
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import ConfigError, DataError, expected
 from megafsdp.mesh.parallel_dims import Meshes
 from megafsdp.models import ModelConfig, flops_per_token
 from megafsdp.optimizer.loss_scaler import LossScaler
@@ -101,7 +101,8 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
 
     Raises:
         ConfigError: The configuration cannot be run as written, or another job runs in its folders.
-        DataError: A data file is missing, damaged, or does not fit the model.
+        DataError: A data file is missing, damaged, does not fit the model, or is not the same on
+            all ranks.
         CheckpointError: The latest checkpoint is damaged or of another model, their folder cannot
             be written, or a save failed.
         RuntimeError: A loss is not finite; see ``train.nan_policy``. The step before it is saved.
@@ -136,19 +137,47 @@ def _require_same_config(config: Config) -> None:
     Raises:
         ConfigError: They have not; on all ranks.
     """
-    own = config.to_dict()
+    found = _first_difference(config.to_dict(), may_differ=_MAY_DIFFER)
+    if found is not None:
+        raise ConfigError(
+            expected(
+                "the same configuration on all ranks",
+                found,
+                where="the training configuration",
+                hint="Start all ranks with the same options",
+            )
+        )
+
+
+def _require_same_data(fingerprints: Mapping[str, str]) -> None:
+    """Check that files of one option have one content on all ranks; collective over all ranks.
+
+    Else each rank would train on an order of its own, or wait for others that have more to
+    evaluate.
+
+    Raises:
+        DataError: They have not; on all ranks.
+    """
+    found = _first_difference(fingerprints)
+    if found is not None:
+        raise DataError(
+            expected(
+                "the same data on all ranks",
+                found,
+                where="the token files of the training configuration",
+                hint="Copy the .bin and .idx files of one machine to the other",
+            )
+        )
+
+
+def _first_difference(own: Mapping[str, object], *, may_differ: Collection[str] = ()) -> str | None:
+    """Return in what the first rank that differs from rank 0 does, or None; collective."""
     changed = differences(broadcast_object(own), own)
-    changed = [line for line in changed if line.partition(":")[0] not in _MAY_DIFFER]
+    changed = [line for line in changed if line.partition(":")[0] not in may_differ]
     for rank, lines in enumerate(all_gather_objects(changed)):
         if lines:
-            raise ConfigError(
-                expected(
-                    "the same configuration on all ranks",
-                    f"{'; '.join(lines)} between rank 0 and rank {rank}",
-                    where="the training configuration",
-                    hint="Start all ranks with the same options",
-                )
-            )
+            return f"{'; '.join(lines)} between rank 0 and rank {rank}"
+    return None
 
 
 def _threads_on_host(config: Config, world: World) -> AbstractContextManager[None]:
@@ -384,7 +413,12 @@ def _is_due(interval_steps: int | None, step: int) -> bool:
 def _read_data(
     config: Config, model_config: ModelConfig, num_samples: int, world: World, meshes: Meshes
 ) -> _RunData:
-    """Open data and tokenizer; collective, as every rank raises if any cannot."""
+    """Open data and tokenizer; collective, as every rank raises if any cannot.
+
+    Raises:
+        ConfigError, DataError: This rank cannot read them, or the ranks' files differ.
+        RuntimeError: Another rank cannot.
+    """
 
     def loader(samples: SampleSource, *, pad_last: bool = False) -> Loader:
         return Loader(
@@ -397,7 +431,7 @@ def _read_data(
             pad_last=pad_last,
         )
 
-    def read() -> _RunData:
+    def read() -> tuple[_RunData, dict[str, str]]:
         spec = config.tokenizer
         tokenizer = None if spec is None else load_tokenizer(spec)
         vocab_size, prompt = model_config.vocab_size, config.evaluation.sample_prompt
@@ -408,12 +442,15 @@ def _read_data(
         )
         validation = datasets.validation
         held_out = None if validation is None else loader(validation, pad_last=True)
-        return _RunData(loader(datasets.train), held_out, tokenizer, datasets.order)
+        data = _RunData(loader(datasets.train), held_out, tokenizer, datasets.order)
+        return data, datasets.fingerprints
 
     found, error = attempt(read)
     raise_together(error)
     assert found is not None, "ranks without data have raised"
-    return found
+    data, fingerprints = found
+    _require_same_data(fingerprints)
+    return data
 
 
 def _restorable(config: Config, model: torch.nn.Module, *, num_samples: int) -> Restorable:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import functools
 import io
+import itertools
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megafsdp.data import IndexedDataset, IndexedDatasetWriter
 from megafsdp.errors import ConfigError, DataError
 from megafsdp.training import Config, RunSummary, config_from_dict, train
 from megafsdp.training.metrics.tracker import JsonlTracker
@@ -141,6 +143,47 @@ def test_megatron_style_prints_megatron_lines(
     write_corpus(tmp_path)
     train(tiny(tmp_path, logging={"style": "megatron"}, train={"steps": 1}))
     assert "iteration        1/       1 | consumed samples:" in capsys.readouterr().out
+
+
+def _train_on_copies(folder: Path, other: dict[str, Any]) -> str:
+    """Train with the files of another folder on rank 1; return the error, or ''."""
+    config = tiny(folder, train={"steps": 1}, data=other if dist.get_rank() == 1 else {})
+    try:
+        train(config)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+@pytest.mark.parametrize("change", ["tokens", "lengths", "files"])
+def test_ranks_that_read_different_data_raise_alike(
+    ranks: Ranks, tmp_path: Path, name: str, change: str
+) -> None:
+    """Before the first step, with the option and the rank; the same files elsewhere are fine."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    write_corpus(tmp_path)
+    write_corpus(copy)
+    other = {split: [str(copy / split)] for split in ("train", "validation")}
+    assert ranks(2).run(_train_on_copies, tmp_path, other) == ["", ""]
+    if change == "files":
+        other[name] *= 2
+    else:
+        tokens = IndexedDataset(copy / name).tokens.tolist()
+        if change == "tokens":
+            tokens[len(tokens) // 2] ^= 1
+        lengths = IndexedDataset(copy / name).sequence_lengths.tolist()
+        if change == "lengths":
+            lengths[1:3] = lengths[1] + 1, lengths[2] - 1
+        with IndexedDatasetWriter(copy / name) as writer:
+            for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+                writer.add_document(tokens[end - length : end])
+    first, second = ranks(2).run(_train_on_copies, tmp_path, other)
+    assert first == second
+    number = int(change == "files")
+    assert f"the same data on all ranks, got data.{name}[{number}]: " in first
+    assert "between rank 0 and rank 1" in first
 
 
 def test_signal_on_one_rank_stops_all_with_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
