@@ -6,10 +6,11 @@ together, or no index: both files are written beside their targets, made durable
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -42,7 +43,8 @@ class IndexedDatasetWriter:
         dtype: Token dtype; see :func:`token_dtype`.
 
     Raises:
-        DataError: The format has no code for the dtype.
+        DataError: The format has no code for the dtype. From the methods: the files cannot be
+            written, on a full disk for instance.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike = "<u2") -> None:
@@ -53,10 +55,11 @@ class IndexedDatasetWriter:
             raise self._error(f"one of the dtypes {names}", self.dtype.name, "Choose one of them")
         self._lengths = array("i")
         self._boundaries = array("q", [0])
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = f"{self.prefix}.{os.getpid()}.tmp"
-        # Open until close() or discard().
-        self._file: BinaryIO = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115
+        with self._writing():
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            # Open until close() or discard().
+            self._file: BinaryIO = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115
 
     def add_sequence(self, tokens: ArrayLike) -> None:
         """Append one sequence to the document that is open.
@@ -73,7 +76,8 @@ class IndexedDatasetWriter:
             token = values[stored != values][0]
             hint = "Make the writer with dtype=token_dtype(vocab_size)"
             raise self._error(f"tokens that fit {self.dtype.name}", f"token {token}", hint)
-        self._file.write(stored.tobytes())
+        with self._writing():
+            self._file.write(stored.tobytes())
         self._lengths.append(stored.size)
 
     def end_document(self) -> None:
@@ -97,7 +101,7 @@ class IndexedDatasetWriter:
             raise self._error(
                 f"{self.dtype.name} tokens without modes", dataset.dtype.name + modes, hint
             )
-        with dataset.data_path.open("rb") as source:
+        with dataset.data_path.open("rb") as source, self._writing():
             shutil.copyfileobj(source, self._file, _COPY_NBYTES)
         first_sequence = len(self._lengths)
         self._lengths.frombytes(dataset.sequence_lengths.tobytes())
@@ -107,19 +111,22 @@ class IndexedDatasetWriter:
         """Publish both files; sequences after the last ended document become one more document."""
         if self._boundaries[-1] != len(self._lengths):
             self.end_document()
-        with open(f"{self._temporary}.idx", "wb") as index:
-            self._write_index(index)
-            _make_durable(index)
-        _make_durable(self._file)
-        self._file.close()
-        # Between the two renames a reader would else read the new tokens by the old index.
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        os.replace(f"{self._temporary}.bin", f"{self.prefix}.bin")
-        os.replace(f"{self._temporary}.idx", f"{self.prefix}.idx")
+        with self._writing():
+            with open(f"{self._temporary}.idx", "wb") as index:
+                self._write_index(index)
+                _make_durable(index)
+            _make_durable(self._file)
+            self._file.close()
+            # Between the two renames a reader would else read the new tokens by the old index.
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            os.replace(f"{self._temporary}.bin", f"{self.prefix}.bin")
+            os.replace(f"{self._temporary}.idx", f"{self.prefix}.idx")
 
     def discard(self) -> None:
         """Delete what was written; an older pair under the same prefix stays."""
-        self._file.close()
+        # On a full disk the rest of the buffer cannot be written, which is deleted in any case.
+        with contextlib.suppress(OSError):
+            self._file.close()
         for suffix in (".bin", ".idx"):
             Path(self._temporary + suffix).unlink(missing_ok=True)
 
@@ -150,6 +157,15 @@ class IndexedDatasetWriter:
         finally:
             # Nothing is left to discard after a close that succeeded.
             self.discard()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what, found = "files that can be written", f"{type(error).__name__}: {error}"
+            hint = "Make room on its disk, or write to another folder"
+            raise self._error(what, found, hint) from error
 
     def _error(self, what: str, got: object, hint: str) -> DataError:
         return DataError(expected(what, got, where=f"the writer of '{self.prefix}'", hint=hint))

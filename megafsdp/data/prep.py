@@ -5,7 +5,7 @@ validation set; each document ends with the tokenizer's end-of-document token. T
 through: one document is in memory at a time, or a few batches of them where several processes
 tokenize (``megafsdp.data.prep_workers``), which changes no bit of the results. Output files replace
 older ones only when they are complete, and ``meta.json`` comes last, so an interrupted preparation
-starts over and a finished one is not repeated.
+starts over and a finished one is not repeated. One preparation at a time writes to a folder.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -28,6 +26,7 @@ from tqdm import tqdm
 
 from megafsdp.data.indexed import IndexedDataset
 from megafsdp.data.indexed_writer import IndexedDatasetWriter, token_dtype
+from megafsdp.data.output_files import locked_folder, replace_text
 from megafsdp.data.prep_workers import tokenize
 from megafsdp.data.text_sources import (
     Documents,
@@ -43,6 +42,7 @@ from megafsdp.errors import ConfigError, DataError, expected
 
 _LOGGER = logging.getLogger("megafsdp.data")
 _META_FILE = "meta.json"
+_LOCK_FILE = "prep.lock"
 _META_VERSION = 1
 _SPLITS = ("train", "validation")
 
@@ -147,8 +147,10 @@ def prepare(options: PrepOptions) -> PrepRecord:
         The record of the files.
 
     Raises:
-        ConfigError: An option is wrong, an input leads to no file, or the output cannot be written.
-        DataError: A file is not text, the corpus has no training document, or a worker was killed.
+        ConfigError: An option is wrong, an input leads to no file, the output cannot be written, or
+            another job prepares there.
+        DataError: A file is not text, the corpus has no training document, a worker was killed, or
+            the disk is full.
     """
     _check(options)
     tokenizer = load_tokenizer(options.tokenizer)
@@ -158,7 +160,25 @@ def prepare(options: PrepOptions) -> PrepRecord:
     if existing is not None:
         _LOGGER.info("'%s' is prepared already: %s", options.output, existing.describe())
         return existing
-    _require_writable(Path(options.output))
+    output = Path(options.output)
+    where = f"the output of prep, '{output}'"
+    with locked_folder(output, _LOCK_FILE, where=where) as is_locked:
+        if is_locked:
+            _remove_leftovers(output)
+        return _prepare(options, files, tokenizer, input_sha256)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files of preparations that were killed; no other one is running."""
+    for name in (*_SPLITS, _META_FILE):
+        for path in folder.glob(f"{name}.[0-9]*.tmp*"):
+            path.unlink(missing_ok=True)
+
+
+def _prepare(
+    options: PrepOptions, files: list[TextFile], tokenizer: Tokenizer, input_sha256: str
+) -> PrepRecord:
+    """Write the token files and their record into a folder that no other job writes to."""
     written = _write_splits(options, files, tokenizer)
     train, validation = (_split_record(Path(options.output, s), written.nbytes[s]) for s in _SPLITS)
     record = PrepRecord(
@@ -266,20 +286,6 @@ def _check(options: PrepOptions) -> None:
         raise ConfigError(expected("at least 1 worker", options.workers, where=where, hint=hint))
 
 
-def _require_writable(folder: Path) -> None:
-    """Make the folder of the results and check that files can be made there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        found = f"{type(error).__name__}: {error}"
-        hint = "Make it a folder that this user may write to, or name another"
-        where = f"the output of prep, '{folder}'"
-        what = "a folder that can be written to"
-        raise ConfigError(expected(what, found, where=where, hint=hint)) from error
-
-
 def _deciding_options(options: PrepOptions) -> dict[str, object]:
     values = asdict(options)
     for name in ("output", "workers", "no_progress", "force"):
@@ -308,9 +314,12 @@ def _split_record(prefix: Path, nbytes: int) -> SplitRecord:
 def _write_record(path: Path, record: PrepRecord) -> None:
     values = asdict(record)
     del values["is_fresh"]
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({"version": _META_VERSION, **values}, indent=1) + "\n")
-    os.replace(temporary, path)
+    try:
+        replace_text(path, json.dumps({"version": _META_VERSION, **values}, indent=1) + "\n")
+    except OSError as error:
+        what, found = "a record that can be written", f"{type(error).__name__}: {error}"
+        hint = "Make room on its disk, or write to another folder"
+        raise DataError(expected(what, found, where=f"file '{path}'", hint=hint)) from error
 
 
 def _read_record(options: PrepOptions, input_sha256: str) -> PrepRecord | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from megafsdp.data.indexed import IndexedDataset
+from megafsdp.data.output_files import replace_text
 from megafsdp.errors import DataError, expected
 
 _LOGGER = logging.getLogger("megafsdp.data")
@@ -34,10 +34,8 @@ def token_range(dataset: IndexedDataset) -> tuple[int, int]:
     except (OSError, ValueError, KeyError, AttributeError):
         _LOGGER.debug("scanning '%s' for its token range", dataset.data_path)
     smallest, largest = _scan(dataset)
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps({**stamp, "smallest": smallest, "largest": largest}))
-        os.replace(temporary, path)
+        replace_text(path, json.dumps({**stamp, "smallest": smallest, "largest": largest}))
     except OSError as error:
         _LOGGER.debug("'%s' is not kept: %s", path, error)
     return smallest, largest

@@ -83,11 +83,26 @@ def test_old_index_never_meets_new_tokens(tmp_path: Path) -> None:
 
     with (
         mock.patch("megafsdp.data.indexed_writer.os.replace", failing),
-        pytest.raises(OSError, match="disk full"),
+        pytest.raises(DataError, match=r"files that can be written, got OSError: disk full.*set'"),
         IndexedDatasetWriter(tmp_path / "set") as writer,
     ):
         writer.add_document([3, 4])
     assert _listing(tmp_path) == ["set.bin"]
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+    """What is in the buffer cannot be written by the end either; the older pair stays."""
+    write_dataset(tmp_path / "set", [[1, 2]])
+    with (
+        pytest.raises(DataError, match=r"got OSError.*No space left on device.*set'.*Make room"),
+        IndexedDatasetWriter(tmp_path / "set") as writer,
+    ):
+        writer._file.close()
+        # Each write to this device finds it full.
+        writer._file = open("/dev/full", "wb")  # noqa: SIM115 (closed by the writer)
+        writer.add_document([3, 4])
+    assert _listing(tmp_path) == ["set.bin", "set.idx"]
+    assert IndexedDataset(tmp_path / "set")[0].tolist() == [1, 2]
 
 
 def test_nothing_is_visible_before_close(tmp_path: Path) -> None:

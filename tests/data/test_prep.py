@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -10,6 +11,7 @@ import lzma
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pyarrow
@@ -26,6 +28,7 @@ from megafsdp.data import (
     check_vocabulary,
     prepare,
 )
+from megafsdp.data import prep as prep_module
 from megafsdp.errors import ConfigError, DataError
 
 
@@ -65,10 +68,11 @@ def test_every_document_goes_to_one_split(options: PrepOptions) -> None:
 
 
 def test_record_is_kept_beside_the_files(options: PrepOptions) -> None:
-    """The folder holds the pairs, their token ranges and meta.json, and nothing temporary."""
+    """The folder holds the pairs, their token ranges, meta.json and the lock's file."""
     record = prepare(options)
     assert sorted(path.name for path in Path(options.output).iterdir()) == [
         "meta.json",
+        "prep.lock",
         *[f"train.{suffix}" for suffix in ("bin", "idx", "range.json")],
         *[f"validation.{suffix}" for suffix in ("bin", "idx", "range.json")],
     ]
@@ -119,7 +123,7 @@ def test_interrupted_preparation_is_not_taken_for_a_finished_one(options: PrepOp
     bad.write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"bad\.txt"):
         prepare(options)
-    assert list(Path(options.output).iterdir()) == []
+    assert [path.name for path in Path(options.output).iterdir()] == ["prep.lock"]
     bad.unlink()
     assert prepare(options).is_fresh
 
@@ -140,12 +144,54 @@ def test_failure_while_publishing_leaves_no_record(options: PrepOptions) -> None
     prepare(options)
     with (
         mock.patch("megafsdp.data.indexed_writer.os.replace", side_effect=OSError("disk full")),
-        pytest.raises(OSError, match="disk full"),
+        pytest.raises(DataError, match=rf"got OSError: disk full.*'{options.output}/"),
     ):
         prepare(replace(options, seed=2))
     assert not Path(options.output, "meta.json").exists()
     assert not list(Path(options.output).glob("*.tmp*"))
     assert prepare(options).is_fresh
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(options: PrepOptions) -> None:
+    """While tokens or the record are written; the message names the folder."""
+    no_room = OSError(errno.ENOSPC, "No space left on device")
+    for name in ("indexed_writer.os.fsync", "output_files.os.replace"):
+        with (
+            mock.patch(f"megafsdp.data.{name}", side_effect=no_room),
+            pytest.raises(DataError, match=rf"No space left.*'{options.output}/.*Make room"),
+        ):
+            prepare(replace(options, force=True))
+        assert not list(Path(options.output).glob("*.tmp*"))
+        assert not Path(options.output, "meta.json").exists()
+    assert prepare(options).is_fresh
+
+
+def test_two_preparations_into_one_folder_are_refused(options: PrepOptions) -> None:
+    """Else a record may stand beside the files of the other."""
+    second = replace(options, seed=2)
+    begin = prep_module._write_splits
+
+    def interleaved(*arguments: Any) -> Any:
+        with pytest.raises(ConfigError, match=rf"no other job runs, got process.*{options.output}"):
+            prepare(second)
+        return begin(*arguments)
+
+    with mock.patch.object(prep_module, "_write_splits", interleaved):
+        first = prepare(options)
+    assert prepare(options) == replace(first, is_fresh=False)
+    assert prepare(second).is_fresh
+
+
+def test_what_a_killed_preparation_left_is_removed(options: PrepOptions) -> None:
+    """Its temporary files, and no others; prepared data is left alone."""
+    output = Path(options.output)
+    output.mkdir()
+    left = ["train.123.tmp.bin", "validation.4.tmp.idx", "meta.json.123.tmp"]
+    others = ["other.123.tmp.bin", "train.range.json.123.tmp"]
+    for name in left + others:
+        (output / name).touch()
+    prepare(options)
+    assert sorted(path.name for path in output.glob("*.tmp*")) == others
 
 
 def test_json_lines_keep_their_order(tmp_path: Path) -> None:
