@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -68,18 +68,17 @@ def _load(entry: Path, text: str) -> Arrays:
 
 
 def _publish(entry: Path, text: str, arrays: Arrays) -> None:
-    temporary = None
+    temporary = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+        # By the umask: other users may share the cache, from whom mkdtemp() would keep it.
+        temporary.mkdir(parents=True)
         _write(temporary, text, arrays)
         os.rename(temporary, entry)
     except OSError as error:
         # Another process may have published the same entry first, which serves as well.
         if not entry.is_dir():
             _LOGGER.warning("Index '%s' is not cached: %s", entry, error)
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write(folder: Path, text: str, arrays: Arrays) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,20 @@ def test_folder_that_cannot_be_made_costs_a_warning(
     with caplog.at_level(logging.WARNING, "megafsdp.data"):
         _check(cached_arrays(tmp_path / "file" / "cache", {}, _Builder()))
     assert "is not cached" in caplog.text
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_other_users_may_read_an_entry(tmp_path: Path, umask: int) -> None:
+    """A shared cache is built once: folder and files have the modes that the umask leaves."""
+    before = os.umask(umask)
+    try:
+        cached_arrays(tmp_path / "cache", {}, _Builder())
+    finally:
+        os.umask(before)
+    (entry,) = (tmp_path / "cache").iterdir()
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o777 & ~umask
+    for path in entry.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
 def test_losing_the_race_to_publish_is_harmless(tmp_path: Path) -> None:
