@@ -76,27 +76,20 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
     """List the files that paths, folders and glob patterns lead to, sorted by path.
 
     Args:
-        inputs: Files are taken as they are, folders searched for ``suffixes``, patterns expanded
-            (``**`` crosses folders). A folder that ``datasets`` has saved is taken as it is.
+        inputs: Files are taken as they are, folders searched for ``suffixes``, patterns expanded to
+            both (``**`` crosses folders). A folder that ``datasets`` has saved is taken as it is.
         suffixes: File name endings that count inside folders; .gz, .xz and .zst may follow them.
 
     Returns:
-        Each file once.
+        Each file once, by the first of the names that lead to it.
 
     Raises:
         ConfigError: An input leads to no file, or to several datasets.
     """
-    found: set[Path] = set()
+    found: dict[Path, Path] = {}
     for entry in inputs:
-        path = Path(entry)
-        if path.is_dir() and is_dataset_folder(path):
-            paths = [path]
-        elif path.is_dir():
-            paths = [p for p in path.rglob("*") if p.is_file() and _is_wanted(p.name, suffixes)]
-        elif path.is_file():
-            paths = [path]
-        else:
-            paths = [p for p in map(Path, glob.glob(entry, recursive=True)) if p.is_file()]
+        matches = [entry] if Path(entry).exists() else glob.glob(entry, recursive=True)
+        paths = [path for match in matches for path in _files_of(Path(match), suffixes)]
         if not paths:
             raise ConfigError(
                 expected(
@@ -107,8 +100,19 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
                     " pattern that matches some; `suffixes` sets the endings",
                 )
             )
-        found.update(paths)
-    return [_text_file(path, path.as_posix()) for path in sorted(found, key=Path.as_posix)]
+        for path in sorted(paths, key=Path.as_posix):
+            found.setdefault(path.resolve(), path)
+    paths = sorted(found.values(), key=Path.as_posix)
+    return [_text_file(path, path.as_posix()) for path in paths]
+
+
+def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return a file, or those of a folder; none of what is neither."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    if is_dataset_folder(path):
+        return [path]
+    return [p for p in path.rglob("*") if p.is_file() and _is_wanted(p.name, suffixes)]
 
 
 def _is_wanted(name: str, suffixes: Sequence[str]) -> bool:

@@ -49,6 +49,29 @@ def test_paths_folders_and_patterns_give_each_file_once(tmp_path: Path) -> None:
     assert [file.nbytes for file in found] == [7, 6, 5, 4]
 
 
+def test_a_file_under_several_names_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative, absolute and linked ones; the first that leads to it stays."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/x.txt", "a/y.txt"):
+        _file(tmp_path / name, name)
+    (tmp_path / "z.txt").symlink_to("a/x.txt")
+    inputs = ["a/x.txt", str(tmp_path / "a"), "./a/../a", "z.txt"]
+    names = [file.name for file in find_files(inputs, (".txt",))]
+    assert names == [str(tmp_path / "a/y.txt"), "a/x.txt"]
+
+
+def test_a_pattern_takes_the_folders_that_it_matches(tmp_path: Path) -> None:
+    """As a shell does, which expands it to what is given: files, and folders to search."""
+    for name in ("one.txt", "b/two.txt", "b/c/three.txt", "b/four.log"):
+        _file(tmp_path / name, name)
+    found = find_files([str(tmp_path / "*")], (".txt",))
+    assert [file.path.name for file in found] == ["three.txt", "two.txt", "one.txt"]
+    given = [str(path) for path in tmp_path.iterdir()]
+    assert find_files(given, (".txt",)) == found
+
+
 @pytest.mark.parametrize("entry", ["absent.txt", "*.nothing", "."])
 def test_input_without_files_is_refused(tmp_path: Path, entry: str) -> None:
     """A misspelt input is not an empty corpus."""
