@@ -31,7 +31,6 @@ from megafsdp.checkpoint.state.canonical import (
 from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.checkpoint.state.matching import Rules
 from megafsdp.errors import MAX_NAMED, CheckpointError, expected
-from megafsdp.optimizer.adam.fused_adam import FusedAdam
 
 GROUPS_KEY = "optimizer.param_groups"
 # Where they are 0-d, scalars even beside a 0-d parameter; torch keeps the first two on the CPU.
@@ -309,11 +308,6 @@ def _hyperparameters(
     changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
     if changing:
         misfits.append((f"options of {kind}", f"{', '.join(changing)}, which it ignores"))
-    # torch's Adam and AdamW store which they are; FusedAdam does not.
-    if isinstance(optimizer, FusedAdam) and stored.get("weight_decay"):
-        own, name = optimizer.adam_w_mode, "decoupled_weight_decay"
-        if stored.get(name, own) != own:
-            misfits.append((f"{name}={own}, the adam_w_mode of {kind}", f"{name}={stored[name]}"))
     return {k: v for k, v in taken.items() if k not in foreign}, misfits
 
 

@@ -318,33 +318,6 @@ def test_an_option_that_the_optimizer_ignores_is_refused(
     assert name not in ours.param_groups[0]
 
 
-@pytest.mark.parametrize("is_decoupled", [False, True])
-def test_fused_adam_refuses_the_other_kind_of_decay(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_decoupled: bool
-) -> None:
-    """As by load_state_dict; without any decay, or with the same kind, it loads."""
-    model, other = _model(0), _model(1)
-    saves = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    for decay in (0.5, 0.0):
-        optimizer = saves(model.parameters(), weight_decay=decay)
-        _step(model, optimizer, range(1))
-        save(tmp_path / str(decay), step=1, model=model, optimizer=optimizer)
-    unlike, like = (
-        FusedAdam(other.parameters(), adam_w_mode=is_adam_w)
-        for is_adam_w in (not is_decoupled, is_decoupled)
-    )
-    before = full_state(other, unlike)
-    with pytest.raises(CheckpointError, match=rf"got decoupled_weight_decay={is_decoupled}"):
-        load(tmp_path / "0.5", model=other, optimizer=unlike)
-    assert differences(before, full_state(other, unlike)) == []
-    with caplog.at_level(logging.WARNING, logger="megafsdp.checkpoint"):
-        load(tmp_path / "0.5", model=other, optimizer=unlike, strict="model")
-    assert f"got decoupled_weight_decay={is_decoupled}" in caplog.text
-    load(tmp_path / "0.0", model=other, optimizer=unlike)
-    load(tmp_path / "0.5", model=other, optimizer=like)
-    assert like.param_groups[0]["weight_decay"] == 0.5
-
-
 def test_a_neutral_option_that_the_optimizer_ignores_is_left_out(tmp_path: Path) -> None:
     """A group shows what its optimizer computes with."""
     model = _model(0)
