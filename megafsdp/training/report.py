@@ -12,6 +12,8 @@ import sys
 import time
 
 from megafsdp.buffer.comm.agreement import attempt, raise_together
+from megafsdp.data.output_files import replace_text
+from megafsdp.errors import ConfigError, expected
 from megafsdp.models import num_idle_parameters
 from megafsdp.training.config.parse import to_yaml
 from megafsdp.training.config.sections import Config
@@ -61,9 +63,15 @@ class Report:
 
     def _open(self, state: RunState) -> Trackers:
         folder = self._config.run_directory
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(to_yaml(self._config), encoding="utf-8")
-        return Trackers(self._config, last_step=state.step, wandb_id=state.wandb_id)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / CONFIG_FILE, to_yaml(self._config))
+            return Trackers(self._config, last_step=state.step, wandb_id=state.wandb_id)
+        except OSError as error:
+            what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
+            where = f"the training configuration, run.directory '{folder}'"
+            hint = "Make room on its disk, or make it a folder that this user may write to"
+            raise ConfigError(expected(what, found, where=where, hint=hint)) from error
 
     def close(self) -> None:
         """Close the trackers."""

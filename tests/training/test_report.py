@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megafsdp.errors import ConfigError
 from megafsdp.training.metrics.metrics import Meter, Position
 from megafsdp.training.process.world import World
 from megafsdp.training.report import Report
@@ -88,6 +90,32 @@ def test_first_line_says_how_ranks_share_the_model(
     report.start(99_000, RunState(), 6)
     report.close()
     assert f"{said}_grads_params" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "events.jsonl"])
+def test_a_full_disk_names_the_folder_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """When a run resumes there: the files stay as they were, and no temporary ones are left."""
+    config = tiny(tmp_path)
+    config.run_directory.mkdir()
+    path = config.run_directory / name
+    path.write_text('{"step": 1}\n')
+    write = Path.write_text
+
+    def fail(file: Path, text: str, **keywords: Any) -> int:
+        written = write(file, text[:3], **keywords)
+        if file.name.startswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        return written
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=1)
+    message = rf"got OSError.*No space left.*run\.directory '{config.run_directory}'\. Make room"
+    with pytest.raises(ConfigError, match=message):
+        Report(config, World(0, 1, 0, 1, CPU), meter=meter, state=RunState(step=1))
+    assert path.read_text() == '{"step": 1}\n'
+    assert not list(config.run_directory.glob("*.tmp"))
 
 
 class _Terminal(io.StringIO):

@@ -7,10 +7,11 @@ with a step is left out, and nothing of it is an error.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megafsdp.data.output_files import replace_text
 
 Row = dict[str, Any]
 
@@ -72,6 +73,4 @@ class JsonLines:
         return [(line, row) for line, row in found if row["step"] <= self._last_step]
 
     def _rewrite(self, kept: list[tuple[str, Row]]) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(line for line, _ in kept), encoding="utf-8")
-        os.replace(temporary, self._path)
+        replace_text(self._path, "".join(line for line, _ in kept))

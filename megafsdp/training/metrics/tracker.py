@@ -6,6 +6,7 @@ number goes to the log of events beside it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -170,15 +171,21 @@ class Trackers:
         own = [_made(spec, config, last_step) for spec in config.logging.trackers]
         jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
         self.elapsed_s = jsonl.elapsed_s
-        self._events = EventLog(folder / EVENTS_FILE, last_step=last_step)
         self._trackers: list[Tracker] = [jsonl, *own]
         self._failed: list[Tracker | EventLog] = []
-        if config.logging.tensorboard:
-            self._trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
-        if config.logging.wandb:
-            to_wandb = WandbTracker(config, run_id=wandb_id)
-            self.wandb_id = to_wandb.run_id
-            self._trackers.append(to_wandb)
+        with contextlib.ExitStack() as opened:
+            opened.callback(jsonl.close)
+            self._events = EventLog(folder / EVENTS_FILE, last_step=last_step)
+            opened.callback(self._events.close)
+            if config.logging.tensorboard:
+                to_board = TensorBoardTracker(folder / "tensorboard", last_step=last_step)
+                self._trackers.append(to_board)
+            if config.logging.wandb:
+                to_wandb = WandbTracker(config, run_id=wandb_id)
+                self.wandb_id = to_wandb.run_id
+                self._trackers.append(to_wandb)
+            # Files that are open are closed here only if a later tracker cannot be made.
+            opened.pop_all()
 
     def log(self, row: Row) -> None:
         """Log a row in every tracker, also when one of them fails and loses the row."""
