@@ -245,7 +245,7 @@ def _read_file(path: str) -> dict[str, dict[str, Any]]:
     """Return the values of a YAML file, each of them checked."""
     where = f"file '{path}'"
     try:
-        values = yaml.load(Path(path).read_text(), _Loader)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     # ValueError: text that is not UTF-8.
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unreadable(str(error), where) from error

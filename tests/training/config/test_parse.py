@@ -32,6 +32,19 @@ def test_command_line_overrides_file(tmp_path: Path) -> None:
     assert config.optimizer.weight_decay == 0.1
 
 
+def test_a_file_is_read_as_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the locale is, as it was written: also where a job starts in locale C."""
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {name: Prüfung}", encoding="utf-8")
+    read = Path.read_text
+
+    def in_locale_c(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        return read(path, encoding or "ascii", errors)
+
+    monkeypatch.setattr(Path, "read_text", in_locale_c)
+    assert parse_config(["--config", str(path)]).run.name == "Prüfung"
+
+
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
 def test_command_line_overrides_files_that_come_later(tmp_path: Path, form: str) -> None:
     """Files override each other in their order, and options override them wherever they stand."""
