@@ -43,10 +43,14 @@ def build_blending_indices(
         raise _blend_error(f"{len(weights)} limits", list(limits)[:10])
     if limits is not None and sum(limits) < num_samples:
         raise _blend_error(f"datasets of {num_samples} samples together", list(limits))
+    most = np.full(len(weights), _NO_LIMIT) if limits is None else np.array(limits, dtype=np.int64)
+    return interleave(shares_of(weights), most, num_samples)
+
+
+def shares_of(weights: Sequence[float]) -> NDArray[np.float64]:
+    """Return weights as shares of one, on which alone the order of a blend depends."""
     shares = np.array(weights, dtype=np.float64)
-    shares /= shares.sum()
-    most = np.full(len(shares), _NO_LIMIT) if limits is None else np.array(limits, dtype=np.int64)
-    return interleave(shares, most, num_samples)
+    return shares / shares.sum()
 
 
 def samples_per_dataset(weights: Sequence[float], num_samples: int) -> list[int]:

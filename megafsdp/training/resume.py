@@ -25,6 +25,7 @@ from megafsdp.checkpoint.format.save_root import temporary_name
 from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
 from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.reader import CheckpointReader
+from megafsdp.data.blend import shares_of
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.training.config.parse import differences
@@ -388,13 +389,21 @@ def _grouping(section: Mapping[str, Any]) -> tuple[object, ...]:
     return bool(section.get("weight_decay")), section.get("decay_vectors"), multipliers
 
 
+def _in_shares(order: Mapping[str, object]) -> dict[str, object]:
+    """Return an order with its weights as shares of one, whatever their sum was."""
+    weights = order.get("weights")
+    # Checkpoints of older versions may say none.
+    shares = shares_of(weights).tolist() if isinstance(weights, list) else None
+    return {**order, "weights": shares}
+
+
 def _report_differences(config: Config, order: Mapping[str, object], stored: StoredRun) -> None:
     if stored.config:
         for line in differences(stored.config, config.to_dict()):
             _LOGGER.info("differs from the checkpoint: %s", line)
     # Checkpoints of older versions say less of the order.
     known = {name: value for name, value in order.items() if name in stored.order}
-    if stored.order and (changed := differences(stored.order, known)):
+    if stored.order and (changed := differences(_in_shares(stored.order), _in_shares(known))):
         _LOGGER.warning(
             "The order of samples is not the checkpoint's: some will be seen again, some not at "
             "all (%s). To train longer in one order, set data.num_samples to the longest run from "

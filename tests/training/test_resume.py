@@ -612,6 +612,18 @@ def test_another_order_of_samples_is_a_warning(
     assert "seed: 1234 -> 7" in text
 
 
+def test_weights_of_another_sum_are_the_same_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only shares decide; other shares are a warning."""
+    write_corpus(tmp_path)
+    prefixes = [str(tmp_path / "train"), str(tmp_path / "validation")]
+    for weights, is_warned in (([0.5, 0.5], False), ([1.0, 1.0], False), ([1.0, 3.0], True)):
+        data = {"train": prefixes, "weights": weights, "validation": []}
+        train(tiny(tmp_path, train={"steps": 1}, data=data))
+        assert ("order of samples is not the checkpoint's" in caplog.text) == is_warned
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_data_that_was_prepared_again_is_a_warning(
     tmp_path: Path,

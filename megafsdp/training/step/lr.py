@@ -23,6 +23,8 @@ from megafsdp.training.step.optimizers import LR_MULTIPLIER
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _DEFAULT_WSD_SHARE = 5
+# Fields that the rate of a constant schedule depends on.
+_OF_CONSTANT = ("kind", "peak", "warmup_samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,9 @@ class LearningRate:
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Use the stored schedule if ``follows_checkpoint`` is set; log what differs."""
         own = asdict(self.schedule)
-        differing = [f.name for f in fields(Schedule) if state_dict.get(f.name) != own[f.name]]
+        is_constant = own["kind"] == state_dict.get("kind") == "constant"
+        names = _OF_CONSTANT if is_constant else [field.name for field in fields(Schedule)]
+        differing = [name for name in names if state_dict.get(name) != own[name]]
         if not differing:
             return
         _LOGGER.warning(

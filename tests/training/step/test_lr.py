@@ -133,6 +133,21 @@ def test_conflict_with_checkpoint_is_resolved_and_told(
     assert "decay_samples 40 (checkpoint) 30 (config)" in caplog.text
 
 
+def test_decay_of_a_constant_schedule_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """It has none, whatever the run's length was; its peak counts, and so does another kind."""
+    stored = _schedule("constant")
+    longer = replace(stored, decay_samples=400, minimum=LOW / 2)
+    for own, is_reported in (
+        (longer, False),
+        (replace(longer, peak=PEAK / 2), True),
+        (replace(longer, kind="wsd"), True),
+    ):
+        caplog.clear()
+        rate = _learning_rate(own, follows=False)
+        rate.load_state_dict(_learning_rate(stored, follows=False).state_dict())
+        assert bool(caplog.records) == is_reported
+
+
 def test_equal_schedules_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Resuming the same run says nothing."""
     rate = _learning_rate(_schedule("cosine"), follows=False)
