@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megafsdp.errors import ConfigError, DataError, expected
 
@@ -99,24 +99,6 @@ def without_compression_suffix(name: str) -> str:
     return name
 
 
-class _Decompressor(Protocol):
-    """One stream of xz or one frame of zstd."""
-
-    @property
-    def eof(self) -> bool:
-        """Return whether its end was reached."""
-        ...
-
-    @property
-    def unused_data(self) -> bytes:
-        """Return what followed its end."""
-        ...
-
-    def decompress(self, data: bytes, /) -> bytes:
-        """Return the content of the next bytes."""
-        ...
-
-
 class _StreamsFile(io.RawIOBase):
     """The content of a file of compressed streams, one behind the other.
 
@@ -125,26 +107,29 @@ class _StreamsFile(io.RawIOBase):
 
     Args:
         file: The compressed file.
-        new_stream: Returns what decompresses the next stream.
+        new_stream: Returns what decompresses the next stream: an object of lzma's or zstandard's.
         broken: The error that this raises.
         padding_nbytes: Size of the units of zeros that may stand between streams; 0 for none.
+        limits: Keywords of ``decompress``: how much it may return for one input.
     """
 
     def __init__(
         self,
         file: BinaryIO,
-        new_stream: Callable[[], _Decompressor],
+        new_stream: Callable[[], Any],
         broken: type[Exception],
         *,
         padding_nbytes: int = 0,
+        **limits: int,
     ) -> None:
         self._file = file
         self._new_stream = new_stream
         self._broken = broken
         self._padding_nbytes = padding_nbytes
+        self._limits = limits
         self._num_zeros = 0
         # None between two streams.
-        self._stream: _Decompressor | None = None
+        self._stream: Any = None
         self._compressed = b""
         self._content = memoryview(b"")
 
@@ -155,12 +140,14 @@ class _StreamsFile(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         """Fill a buffer as far as there is content; 0 at the end of the file."""
         while not self._content:
-            self._compressed = self._compressed or self._file.read(_CHUNK_NBYTES)
-            if not self._compressed:
-                if self._stream is not None:
-                    raise EOFError("the last stream is cut short")
-                self._end_padding()
-                return 0
+            # One with a limit may have more content of what it was given.
+            if self._stream is None or getattr(self._stream, "needs_input", True):
+                self._compressed = self._compressed or self._file.read(_CHUNK_NBYTES)
+                if not self._compressed:
+                    if self._stream is not None:
+                        raise EOFError("the last stream is cut short")
+                    self._end_padding()
+                    return 0
             self._decompress()
         target = memoryview(buffer).cast("B")
         count = min(len(target), len(self._content))
@@ -179,7 +166,8 @@ class _StreamsFile(io.RawIOBase):
             self._end_padding()
             self._stream = self._new_stream()
         try:
-            self._content = memoryview(self._stream.decompress(self._compressed))
+            content = self._stream.decompress(self._compressed, **self._limits)
+            self._content = memoryview(content)
         except self._broken as error:
             raise EOFError(f"{error}") from error
         self._compressed = self._stream.unused_data
@@ -199,6 +187,8 @@ def _open_xz(file: BinaryIO, _: Path) -> io.BufferedReader:
         lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
         lzma.LZMAError,
         padding_nbytes=_XZ_PADDING_NBYTES,
+        # A few bytes of xz may stand for gigabytes.
+        max_length=_CHUNK_NBYTES,
     )
     return io.BufferedReader(streams, _CHUNK_NBYTES)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,8 +100,10 @@ class IndexedDatasetWriter:
             raise self._error(
                 f"{self.dtype.name} tokens without modes", dataset.dtype.name + modes, hint
             )
-        with dataset.data_path.open("rb") as source, self._writing():
-            shutil.copyfileobj(source, self._file, _COPY_NBYTES)
+        with dataset.data_path.open("rb") as source:
+            while piece := source.read(_COPY_NBYTES):
+                with self._writing():
+                    self._file.write(piece)
         first_sequence = len(self._lengths)
         self._lengths.frombytes(dataset.sequence_lengths.tobytes())
         self._boundaries.frombytes((dataset.document_boundaries[1:] + first_sequence).tobytes())

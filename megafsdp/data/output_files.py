@@ -10,8 +10,10 @@ import contextlib
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from filelock import lock_descriptor
 
@@ -38,23 +40,26 @@ def locked_folder(
     Raises:
         ConfigError: Another job, or this one, has locked it; or it cannot be written to.
     """
+    failure: OSError | None = None
+    is_ours = False
     with contextlib.ExitStack() as files:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Opened for writing, as NFS asks of an exclusive lock.
-            file = files.enter_context((folder / lock_file).open("a+", encoding="utf-8"))
+            file = files.enter_context(_open_lock(folder / lock_file))
         except OSError as error:
             if must_be_writable:
                 what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
                 hint = "Make it a folder that this user may write to, or name another"
                 raise ConfigError(expected(what, found, where=where, hint=hint)) from error
-            warn_unlocked(folder, error)
-            yield False
-            return
-        try:
-            is_ours = lock_descriptor(file.fileno(), blocking=False)
-        except OSError as error:
-            warn_unlocked(folder, error)
+            failure = error
+        else:
+            try:
+                is_ours = lock_descriptor(file.fileno(), blocking=False)
+            except OSError as error:
+                failure = error
+        # Not within except: errors of the job would be told as followers of this one.
+        if failure is not None:
+            warn_unlocked(folder, failure)
             yield False
             return
         if not is_ours:
@@ -68,6 +73,15 @@ def locked_folder(
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield True
+
+
+def _open_lock(path: Path) -> TextIO:
+    try:
+        # Opened for writing, as NFS asks of an exclusive lock.
+        return path.open("a+", encoding="utf-8")
+    except PermissionError:
+        # One that another user has left; a local file system locks what can only be read.
+        return path.open(encoding="utf-8")
 
 
 def warn_unlocked(folder: object, error: Exception) -> None:
@@ -87,7 +101,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Not by the process alone: containers that share a disk number theirs alike.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from megafsdp.errors import expected
@@ -53,7 +54,8 @@ class ShardedModule(LightningModule):
             NotImplementedError: The module has parameters of its own, whose gradients no unit sums.
         """
         own = [name for name, p in self.named_parameters(recurse=False) if p.requires_grad]
-        if own:
+        # An evaluation has no gradients.
+        if own and self.trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 expected(
                     "a module whose parameters are its children's",

@@ -68,6 +68,8 @@ class Report:
             replace_text(folder / CONFIG_FILE, to_yaml(self._config))
             return Trackers(self._config, last_step=state.step, wandb_id=state.wandb_id)
         except OSError as error:
+            if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+                raise  # Of a tracker's service.
             what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
             where = f"the training configuration, run.directory '{folder}'"
             hint = "Make room on its disk, or make it a folder that this user may write to"

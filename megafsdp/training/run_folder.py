@@ -59,7 +59,7 @@ def root_to_publish_in(directory: str | os.PathLike[str]) -> Location:
     if not isinstance(folder, Path):
         return folder
     is_run = (folder / CONFIG_FILE).is_file()
-    if not is_run and not (folder / _CHECKPOINTS).is_dir():
+    if not is_run and latest_step(folder / _CHECKPOINTS) is None:
         return folder
     root = _root_of_run(folder) if is_run else folder / _CHECKPOINTS
     if root.absolute() == folder.absolute():

@@ -8,6 +8,7 @@ import lzma
 import random
 import struct
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -135,3 +136,20 @@ def test_missing_package_of_zstd_is_said(tmp_path: Path) -> None:
         assert _read(tmp_path / "gzip") == _read(tmp_path / "xz") == CONTENT
         with pytest.raises(ConfigError, match=r"zstandard.*zstd'.*pip install 'megafsdp\[zstd\]'"):
             _read(tmp_path / "zstd")
+
+
+def test_a_few_bytes_of_xz_are_not_held_as_all_their_content(tmp_path: Path) -> None:
+    """32 MB of one letter come in pieces."""
+    path = tmp_path / "file"
+    path.write_bytes(lzma.compress(b"a" * (32 << 20)))
+    num_bytes = 0
+    tracemalloc.start()
+    try:
+        with open_stream(path) as stream:
+            while piece := stream.lines.read(1 << 16):
+                num_bytes += piece.count(b"a")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The dictionary takes 8 MB.
+    assert num_bytes == 32 << 20 and peak < 16 << 20

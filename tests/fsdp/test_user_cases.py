@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -642,18 +643,25 @@ class Scaled:
     y: torch.Tensor
     total: torch.Tensor = dataclasses.field(init=False)
 
+    @functools.cached_property
+    def double(self) -> torch.Tensor:
+        """Return twice the tensor, computed once."""
+        return 2 * self.y
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "y", 2 * self.y)
         object.__setattr__(self, "total", self.y.sum())
 
 
 def test_dataclasses_are_not_made_anew() -> None:
-    """Fields that the class fills are kept, and replaced, and nothing is computed twice."""
+    """Fields that the class fills are kept, and replaced; what was cached is computed anew."""
     given = Scaled(torch.ones(2))
+    assert given.double.dtype == torch.float32
     changed = map_tensors(given, lambda t: t.to(torch.bfloat16))
     assert type(changed) is Scaled and given.y.dtype == torch.float32
     assert torch.equal(changed.y, torch.full((2,), 2.0, dtype=torch.bfloat16))
     assert torch.equal(changed.total, torch.tensor(4.0, dtype=torch.bfloat16))
+    assert changed.double.dtype == torch.bfloat16 and given.double.dtype == torch.float32
     assert map_tensors(given, lambda t: t) is given
 
 

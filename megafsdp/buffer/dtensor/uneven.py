@@ -501,7 +501,20 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
-        """Wrap this rank's rows of the gradient."""
+        """Wrap this rank's rows of the gradient.
+
+        Raises:
+            NotImplementedError: The gradient has a graph, which would end here without a word.
+        """
+        if grads[0].requires_grad:
+            raise NotImplementedError(
+                expected(
+                    "a backward without create_graph",
+                    "one with it",
+                    where="full_tensor() of an unevenly sharded parameter",
+                    hint="Add losses of whole parameters in a backward of their own",
+                )
+            )
         rows = ctx.layout.rows_of(grads[0]).to(ctx.device)
         return UnevenDTensor.wrap(rows, ctx.spec, ctx.layout)
 

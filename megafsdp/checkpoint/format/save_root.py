@@ -200,13 +200,13 @@ def require_ahead(directory: str | os.PathLike[str], step: int) -> None:
         CheckpointError: The step is published, or the latest one is not below it.
     """
     root = location_of(directory)
-    latest = latest_step(root)
-    if latest is None or (step > latest and not is_published(step_directory(root, step))):
+    latest, steps = latest_step(root), published_steps(root)
+    if step not in steps and (latest is None or step > latest):
         return
-    free = max([latest, *published_steps(root)]) + 1
+    free = max([*steps, -1 if latest is None else latest]) + 1
     raise CheckpointError.expected(
-        "a step above all published ones",
-        f"step {step}, where the latest is {latest}",
+        "a step above the latest that is not published",
+        f"step {step}, where {steps} are published and the latest is {latest}",
         where=f"'{root}'",
         hint=f"Give --step {free} or above, or another save root",
     )

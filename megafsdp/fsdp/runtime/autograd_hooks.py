@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,9 @@ def _map_dataclass(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) 
         return tree
     # Not by replace(), which would run __post_init__ again and leave out what it has set.
     copied = copy.copy(tree)
+    for name in list(getattr(copied, "__dict__", ())):
+        if isinstance(getattr(type(tree), name, None), functools.cached_property):
+            del copied.__dict__[name]  # Computed from the tensors before.
     for name, value in changed.items():
         object.__setattr__(copied, name, value)  # It may be frozen.
     return copied

@@ -411,9 +411,7 @@ class FSDPUnit:
         """Have backward begin at the outputs of a module."""
         if torch.is_grad_enabled():
             hook, tensors = BackwardHook(self, token), tensors_of(output)
-            # A root without an output has nothing that goes on; a unit below may edit an object.
-            is_end = output is None and self.require_context().is_root(self)
-            self.is_hidden = self.is_hidden or not (tensors or is_end)
+            self.is_hidden = self.is_hidden or not tensors
             for tensor in tensors:
                 hook.watch(tensor)
 

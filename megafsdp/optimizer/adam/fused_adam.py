@@ -522,7 +522,9 @@ class FusedAdam(Optimizer):
 
     def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
         """Return the names of the states that a parameter may have; None for any; local."""
-        return _STATE_NAMES
+        # A subclass of a user may have states of its own.
+        is_ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
+        return _STATE_NAMES if is_ours else None
 
     def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter's weight as checkpoints store it; local.

@@ -120,7 +120,7 @@ class ScaledState:
         if self.keeps_positive:
             # An infinite scale would make zeros of the whole block.
             scales = torch.where(scales.isinf(), _OVERFLOW / largest, scales)
-            blocks = blocks.clamp(max=torch.finfo(torch.float32).max)
+            blocks.clamp_(max=torch.finfo(torch.float32).max)
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
         # A scale far below the normal range has an infinite inverse: the block is as good as zero.
         inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)

@@ -179,6 +179,7 @@ class Trackers:
             opened.callback(self._events.close)
             if config.logging.tensorboard:
                 to_board = TensorBoardTracker(folder / "tensorboard", last_step=last_step)
+                opened.callback(to_board.close)
                 self._trackers.append(to_board)
             if config.logging.wandb:
                 to_wandb = WandbTracker(config, run_id=wandb_id)

@@ -181,6 +181,11 @@ def _gradient_of_local_rows() -> None:
     assert type(parameter.grad) is UnevenDTensor
     parameter.to_local().sum().backward()
     assert torch.equal(parameter.grad.full_tensor(), 2 * full + 1)
+    whole = parameter.full_tensor()
+    (grad,) = torch.autograd.grad(whole.sum(), parameter, create_graph=True)
+    assert torch.equal(grad.full_tensor(), torch.ones_like(full))
+    with pytest.raises(NotImplementedError, match="a backward without create_graph"):
+        torch.autograd.grad(whole.square().sum(), parameter, create_graph=True)
 
 
 @pytest.mark.skipif(IS_DISPATCH_BYPASSED, reason="torch 2.11 loses the cuts of gradients")

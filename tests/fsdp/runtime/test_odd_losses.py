@@ -80,6 +80,11 @@ class _EditsAnObject(_Layers):
         return self.last(torch.tanh(state.y)).square().mean()
 
 
+class _ReturnsNothing(_Layers):
+    def forward(self, state: types.SimpleNamespace) -> None:  # type: ignore[override]
+        state.loss = super().forward(state.x).square().mean()
+
+
 class _GoesBackInForward(_Layers):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         loss = super().forward(x).square().mean() * scale
@@ -142,6 +147,12 @@ def _of_object(model: nn.Module, x: torch.Tensor, scale: float) -> None:
     (model(x).loss * scale).backward()
 
 
+def _of_edits(model: nn.Module, x: torch.Tensor, scale: float) -> None:
+    state = types.SimpleNamespace(x=x)
+    model(state)
+    (state.loss * scale).backward()
+
+
 def _of_itself(model: nn.Module, x: torch.Tensor, scale: float) -> None:
     model(x, scale)
 
@@ -153,6 +164,7 @@ WAYS = [
     *itertools.product([(_GoesBackInForward, _of_itself, False)], STRATEGIES),
     *itertools.product([(_SkipsTheLast, _of_loss, True)], STRATEGIES),
     *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], STRATEGIES),
+    *itertools.product([(_ReturnsNothing, _of_edits, False)], STRATEGIES),
     *itertools.product([(_EditsAnObject, _of_loss, False)], STRATEGIES),
     *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),
 ]
