@@ -124,10 +124,10 @@ def plan_optimizer_load(
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
             form = stored_form(name, parameter).as_in(stored)
-            state_names = dict.fromkeys(s for part in form.parts for s in stored.get(part, {}))
             # Another optimizer's stay unused, which a strict load refuses.
             known = _known_names(optimizer, parameter)
-            state_names = {s: None for s in state_names if known is None or s in known}
+            found = (s for part in form.parts for s in stored.get(part, {}))
+            state_names = dict.fromkeys(s for s in found if known is None or s in known)
             load.state[parameter] = {
                 state_name: [state_key(part, state_name) for part in form.parts]
                 for state_name in state_names
