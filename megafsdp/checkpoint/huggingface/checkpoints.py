@@ -220,7 +220,7 @@ def import_hf_checkpoint(
 
 def _read_fields(path: Path) -> dict[str, object]:
     try:
-        return dict(json.loads((path / CONFIG_FILE).read_text()))
+        return dict(json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise CheckpointError.expected(
             "the fields of a model's config in JSON",

@@ -109,7 +109,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
         return None
     path = directory / INDEX_FILE
     try:
-        named = json.loads(path.read_text())["weight_map"]
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in named.items()}
     except FileNotFoundError:
         got = sorted(p.name for p in directory.glob("*"))[:8] if directory.is_dir() else "nothing"

@@ -2,12 +2,13 @@
 
 Outputs carry a hook that begins the unit's backward. Inputs pass through an identity whose backward
 is called when their gradients, hence all of the unit's, are there. Both call the schedule, and
-neither changes a gradient. Hooks on parameters are not used: autograd calls none for a parameter
+neither changes a gradient. Hooks on parameters decide neither: autograd calls none for a parameter
 that is frozen, detached or unused.
 
 Inputs and outputs are found in what a forward takes and returns: lists, tuples, named tuples, dicts
-and dataclasses are walked; anything else is left as it is. A unit stays gathered until the end of a
-backward after an output in which no tensor is found.
+and dataclasses are walked; anything else is left as it is. After an output in which no tensor is
+found a unit stays gathered until the end of a backward, of which the first gradient of its
+parameters tells.
 """
 
 from __future__ import annotations

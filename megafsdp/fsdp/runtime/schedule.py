@@ -118,7 +118,6 @@ class ScheduledUnit(Protocol):
     options: UnitOptions
     context: FSDPContext | None
     outstanding: PendingForwards
-    is_hidden: bool
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -166,6 +165,9 @@ class ScheduledUnit(Protocol):
 
     def end_partial_forward(self) -> None:
         """End a forward in which some of the unit's modules did not run."""
+
+    def end_hiding(self) -> None:
+        """End what began with an output in which no tensor was found."""
 
     def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Return to rest after an exception, with or without the sums of earlier microbatches."""
@@ -365,7 +367,7 @@ class FSDPContext:
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """Begin a unit's backward: a gradient of one of its outputs is there."""
         with profiler_range("pre_backward", unit.name):
-            self._begin_whole_backward()
+            self.begin_whole_backward()
             self.passes_in_backward.add(token.forward_pass)
             unit.outstanding.add(token)
             # Each output of each forward calls; the first one begins.
@@ -379,7 +381,7 @@ class FSDPContext:
                 self._unshard(unit, self._backward, is_in_order=token.is_in_order)
             unit.show_unsharded(in_backward=True)
 
-    def _begin_whole_backward(self) -> None:
+    def begin_whole_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
         if self._is_backward_running:
             return
@@ -394,6 +396,8 @@ class FSDPContext:
         Passes that may follow are not considered: a graph that is alive on one rank alone would
         make that rank wait.
         """
+        # The unit's outputs may have been hidden from hooks, and those of the root.
+        self.begin_whole_backward()
         unit.outstanding.discard(token)
         if not unit.outstanding.has_any_of(self.passes_in_backward):
             self._end_unit(unit)
@@ -413,7 +417,7 @@ class FSDPContext:
         if self.is_last_microbatch:
             self._reduce_leftovers(units)
         for unit in units:
-            unit.is_hidden = False
+            unit.end_hiding()
         # Before backward() returns: users read .grad at once.
         self.reductions.finish()
         self._release_all(is_after_backward=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
@@ -137,7 +139,7 @@ class FSDPUnit:
         outstanding: Its forwards whose backward may come.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
         is_hidden: Whether no tensor was found in an output, so that backward cannot be seen to
-            begin: it stays unsharded until one ends.
+            begin: it stays unsharded until one ends, of which its gradients tell.
         post_optim_event: What the next forward's first gather waits for.
     """
 
@@ -162,6 +164,7 @@ class FSDPUnit:
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
         self._run: ModuleRun | None = None
+        self._gradient_hooks: RemovableHandle | None = None
         self.rename("")
         for module in modules:
             attach(module, self)
@@ -411,9 +414,27 @@ class FSDPUnit:
         """Have backward begin at the outputs of a module."""
         if torch.is_grad_enabled():
             hook, tensors = BackwardHook(self, token), tensors_of(output)
-            self.is_hidden = self.is_hidden or not tensors
             for tensor in tensors:
                 hook.watch(tensor)
+            if not tensors and not self.is_hidden:
+                self._hide()
+
+    def _hide(self) -> None:
+        """Stay gathered, and have the first gradient tell the schedule that a backward runs."""
+        self.is_hidden = True
+        parameters = [p.unsharded for group in self.groups for p in group.parameters]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        if trainable:
+            self._gradient_hooks = register_multi_grad_hook(
+                trainable, lambda _: self.require_context().begin_whole_backward(), mode="any"
+            )
+
+    def end_hiding(self) -> None:
+        """End what began with an output in which no tensor was found."""
+        self.is_hidden = False
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
+            self._gradient_hooks = None
 
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.options.reshard_after_forward
@@ -495,7 +516,8 @@ class FSDPUnit:
         """Return to rest after an exception, without storage, with or without waiting sums."""
         if self._phase is not Phase.RESTING:
             self.phase = Phase.RESTING
-        self._run, self.is_hidden = None, False
+        self._run = None
+        self.end_hiding()
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()

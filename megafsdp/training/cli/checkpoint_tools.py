@@ -136,7 +136,7 @@ def _config(options: argparse.Namespace) -> dict[str, object] | None:
 
 def _config_file(name: str) -> dict[str, object]:
     try:
-        return dict(json.loads(Path(name).read_text()))
+        return dict(json.loads(Path(name).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             expected(

@@ -150,11 +150,18 @@ def _native_cuda() -> Finding:
 def _packages() -> Iterator[Finding]:
     for package, loss in _OPTIONAL:
         if is_installed(package):
-            yield Finding(package, importlib.metadata.version(_DISTRIBUTIONS.get(package, package)))
+            yield Finding(package, _version(_DISTRIBUTIONS.get(package, package)))
         else:
             yield Finding(package, "not installed", loss)
     for package, distribution, loss in _OPTIONAL_ON_GPUS:
         if is_installed(package):
-            yield Finding(package, importlib.metadata.version(distribution))
+            yield Finding(package, _version(distribution))
         else:
             yield Finding(package, "not installed", loss if torch.cuda.is_available() else "")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "found, of a version that no metadata names"  # A checkout on the path.

@@ -80,6 +80,19 @@ class _EditsAnObject(_Layers):
         return self.last(torch.tanh(state.y)).square().mean()
 
 
+class _HidesAllOutputs(_Layers):
+    """Every unit's output is an object, and the input of the first needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (_HidingLinear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> types.SimpleNamespace:
+        for layer in (self.first, self.middle, self.last):
+            x = torch.tanh(layer(x).y)
+        return types.SimpleNamespace(loss=x.square().mean())
+
+
 class _ReturnsNothing(_Layers):
     def forward(self, state: types.SimpleNamespace) -> None:  # type: ignore[override]
         state.loss = super().forward(state.x).square().mean()
@@ -164,6 +177,8 @@ WAYS = [
     *itertools.product([(_GoesBackInForward, _of_itself, False)], STRATEGIES),
     *itertools.product([(_SkipsTheLast, _of_loss, True)], STRATEGIES),
     *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], STRATEGIES),
+    *itertools.product([(_HidesAllOutputs, _of_object, False)], STRATEGIES),
+    *itertools.product([(_HidesAllOutputs, _of_object, True)], STRATEGIES),
     *itertools.product([(_ReturnsNothing, _of_edits, False)], STRATEGIES),
     *itertools.product([(_EditsAnObject, _of_loss, False)], STRATEGIES),
     *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),

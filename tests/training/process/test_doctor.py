@@ -74,3 +74,14 @@ def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert importlib.util.find_spec("megafsdp_no_package") is not None
     assert not is_installed("megafsdp_no_package")
     assert is_installed("torch") and not is_installed("megafsdp_nothing")
+
+
+def test_a_package_without_metadata_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A checkout on the path has none."""
+    (tmp_path / "triton.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_OPTIONAL", (("triton", ""),))
+    monkeypatch.setattr(doctor, "_OPTIONAL_ON_GPUS", (("triton", "triton", ""),))
+    assert [finding.state[:5] for finding in doctor._packages()] == ["found", "found"]
