@@ -20,6 +20,7 @@ from torch import nn
 from torch._ops import (
     OpOverload as OpOverload,  # The type of operators; public: none; 2.11 to 2.13.
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -291,6 +292,15 @@ def end_graph(reason: Callable[[], str]) -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=reason())
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Return a context in which no dispatch mode sees what is made, such as a subclass of tensors.
+
+    Modes count, fake or record operators: selective recomputation enters one. They cannot make
+    ``torch.nn.attention.bias.CausalBias``. Public: none. 2.11 to 2.13.
+    """
+    return _disable_current_modes()
 
 
 def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:

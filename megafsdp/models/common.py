@@ -8,7 +8,8 @@ of a layer its part of the sequence; nothing here depends on how many ranks ther
 
 Shape suffixes: B batch, T sequence, H hidden, F MLP inner width, N query heads, G query groups,
 P query heads in a group, D head dim, R rotary frequencies, S rotated elements of a head (2 R). With
-tp, F, N and G are this rank's, and T is its part of the sequence outside of attention and the MLP.
+tp, F, N and G are this rank's, and T is its part of the sequence outside of attention and the MLP;
+with context parallelism T is its part everywhere.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class SelfAttention(ParallelModule):
 
         Args:
             x_BTH: Normed hidden states.
-            rotary_TR: Rotary table; None where positions are not rotations.
+            rotary_TR: Rotary table of these tokens; None where positions are not rotations.
 
         Returns:
             (B, T, H), to be added to the residual stream.
@@ -169,7 +170,10 @@ class SelfAttention(ParallelModule):
             q_BTND = rotate(q_BTND, cos_T1S, sin_T1S)
             k_BTGD = rotate(k_BTGD, cos_T1S, sin_T1S)
         context_BNTD = causal_attention(
-            q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
+            q_BTND.transpose(1, 2),
+            k_BTGD.transpose(1, 2),
+            v_BTGD.transpose(1, 2),
+            cp_group=self.cp_group,
         )
         context_BTX = context_BNTD.transpose(1, 2).flatten(2)
         if gates:
@@ -272,12 +276,14 @@ def output_init_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 
-def require_divisor(degree: int, count: int, of_what: str, name: str) -> None:
-    """Raise ValueError unless a tensor-parallel degree divides a count of the model's config."""
+def require_divisor(
+    degree: int, count: int, of_what: str, name: str, *, kind: str = "a tensor-parallel degree"
+) -> None:
+    """Raise ValueError unless a degree of parallelism divides a count of the model's config."""
     if count % degree:
         raise ValueError(
             expected(
-                f"a tensor-parallel degree that divides the {count} {of_what}",
+                f"{kind} that divides the {count} {of_what}",
                 degree,
                 where=f"ModelConfig.{name}",
                 hint=f"Choose a degree that divides {name}",

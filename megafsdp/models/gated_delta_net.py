@@ -2,16 +2,21 @@
 
 Parameter names are Megatron-core's. With tensor parallelism a rank has whole key heads, the value
 heads that they serve, and the same part of what belongs to them; the convolution and the rule then
-need no exchange.
+need no exchange. With context parallelism they need all tokens in their order: ranks exchange their
+tokens for a part of the heads before the convolution, and back after the rule.
 
 Shape suffixes: B batch, T sequence, H hidden, G key heads, N value heads, D width of a key head,
 E of a value head, C channels of the convolution. With tp, G, N and C are this rank's, and T is its
-part of the sequence outside of the layer's two maps.
+part of the sequence outside of the layer's two maps. Between those exchanges T is the whole
+sequence, and G, N and C are the rank's part in cp too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +27,7 @@ from megafsdp.models.config import ModelConfig
 from megafsdp.models.gated_delta import gated_delta_rule
 from megafsdp.models.linear_attention_kernels import convolution_kernel_for
 from megafsdp.parallel import Linear, ParallelModule, RMSNorm
+from megafsdp.parallel.context import heads_of, tokens_of
 
 _FASTEST_DECAY = 16.0
 
@@ -36,7 +42,7 @@ class CausalConvolution(ParallelModule):
 
     def __init__(self, sizes: tuple[int, int, int], width: int) -> None:
         super().__init__()
-        self.width = width
+        self.sizes, self.width = sizes, width
         self.declarations = {
             "weight": ParameterAnnotation(0, fused=_parts(_QUERY_KEY_VALUE, sizes))
         }
@@ -48,8 +54,12 @@ class CausalConvolution(ParallelModule):
         nn.init.uniform_(whole, -(self.width**-0.5), self.width**-0.5)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Mix each token's channels with those before it; the result has the dtype of the input."""
-        weight_C1W = self._localized("weight")
+        """Mix each token's channels with those before it; the result has the dtype of the input.
+
+        Args:
+            x_BTC: Of all tokens. With cp, the channels of its rank's part of each of the three.
+        """
+        weight_C1W = _own_heads(self._localized("weight"), self.sizes, self.cp_group)
         x_BCT = x_BTC.mT.to(weight_C1W.dtype)
         kernel = convolution_kernel_for(x_BCT, self.width)
         if kernel is not None:
@@ -72,6 +82,8 @@ class GatedDeltaNet(ParallelModule):
     Args:
         config: Sizes, initial spread and epsilon.
     """
+
+    shares_heads_over_cp = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -119,9 +131,13 @@ class GatedDeltaNet(ParallelModule):
             whole.copy_((_FASTEST_DECAY * middles_N).log())
 
     def check_degree(self, degree: int) -> None:
-        """Raise ValueError unless a tensor-parallel degree divides the key heads."""
+        """Raise ValueError unless a degree of tp, or of tp x cp, divides the key heads."""
         require_divisor(
-            degree, self.num_key_heads, "key heads of linear attention", "linear_num_key_heads"
+            degree,
+            self.num_key_heads,
+            "key heads of linear attention",
+            "linear_num_key_heads",
+            kind="a tensor-parallel degree, times the context-parallel one,",
         )
 
     def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None = None) -> Tensor:
@@ -135,15 +151,23 @@ class GatedDeltaNet(ParallelModule):
             (B, T, H), to be added to the residual stream.
         """
         del rotary_TR
-        degree = 1 if self.tp_mesh is None else self.tp_mesh.size()
+        degree, group = 1 if self.tp_mesh is None else self.tp_mesh.size(), self.cp_group
         keys, _, values, _, num_heads, _ = (size // degree for size in self.sizes)
         qkv_BTC, z_BTX, beta_BTN, alpha_BTN = self.in_proj(x_BTH).split(
             (2 * keys + values, values, num_heads, num_heads), dim=-1
         )
+        rate_N, bias_N = self._localized("A_log"), self._localized("dt_bias")
+        if group is not None:
+            by_head = (*qkv_BTC.split((keys, keys, values), dim=-1), beta_BTN, alpha_BTN)
+            keys, values, num_heads = (n // group.size() for n in (keys, values, num_heads))
+            qkv_BTC, beta_BTN, alpha_BTN = _heads_of_all(by_head, group).split(
+                (2 * keys + values, num_heads, num_heads), dim=-1
+            )
+            rate_N, bias_N = (_own_heads(x, (1,), group) for x in (rate_N, bias_N))
         q_BTX, k_BTX, v_BTX = self.conv1d(qkv_BTC).split((keys, keys, values), dim=-1)
         dtype = torch.promote_types(x_BTH.dtype, torch.float32)
-        rate_N = self._localized("A_log").to(dtype).exp()
-        step_BTN = F.softplus(alpha_BTN.to(dtype) + self._localized("dt_bias"))
+        rate_N = rate_N.to(dtype).exp()
+        step_BTN = F.softplus(alpha_BTN.to(dtype) + bias_N)
         out_BTNE = gated_delta_rule(
             q_BTX.unflatten(-1, (-1, self.key_head_dim)),
             k_BTX.unflatten(-1, (-1, self.key_head_dim)),
@@ -151,8 +175,32 @@ class GatedDeltaNet(ParallelModule):
             log_decay_BTN=-rate_N * step_BTN,
             beta_BTN=beta_BTN.to(dtype).sigmoid(),
         )
+        if group is not None:
+            own_BTX = tokens_of(out_BTNE.flatten(2), group)
+            out_BTNE = own_BTX.unflatten(-1, (-1, self.value_head_dim))
         gate_BTNE = F.silu(z_BTX).unflatten(-1, (-1, self.value_head_dim))
         return self.out_proj((self.out_norm(out_BTNE) * gate_BTNE).flatten(2))
+
+
+def _heads_of_all(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Exchange tokens for heads of several tensors at once, each of all heads, (B, T, X)."""
+    by_rank = [part.unflatten(-1, (group.size(), -1)) for part in parts]
+    return heads_of(torch.cat(by_rank, dim=-1).flatten(-2), group)
+
+
+def _own_heads(weight: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return what belongs to the rank's heads in cp of each of the parts along dim 0.
+
+    Args:
+        weight: A parameter, of all heads of the rank of tp.
+        sizes: In what proportion its parts lie along dim 0.
+        group: The ranks of cp; None for all heads.
+    """
+    if group is None:
+        return weight
+    lengths = [size * weight.shape[0] // sum(sizes) for size in sizes]
+    parts = weight.split(lengths)
+    return torch.cat([part.chunk(group.size())[group.rank()] for part in parts])
 
 
 _QUERY_KEY_VALUE = ("query", "key", "value")

@@ -3,8 +3,9 @@
 ``LanguageModel`` is the same for every architecture; what differs comes in as functions that make a
 layer and a norm. It knows nothing of data parallelism: parameters outside the layers (embedding,
 final norm, output layer) belong to the root's unit, and are read in the forward of their own
-modules below it. With tensor parallelism every rank of tp is given the same tokens and returns the
-same logits or loss; between the embedding and the output layer it has its part of the sequence.
+modules below it. With tensor or context parallelism every rank of tp and cp is given the same
+tokens and returns the same logits or loss; between the embedding and the output layer it has its
+part of the sequence.
 
 Shape suffixes: B batch, T sequence, H hidden, R rotary frequencies, V vocabulary.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -30,6 +32,7 @@ from megafsdp.parallel import (
     gather_vocabulary,
     scale_auxiliary_losses,
 )
+from megafsdp.parallel.context import own_part, sum_over_cp, whole_logits
 
 
 class LanguageModelEmbedding(ParallelModule):
@@ -155,9 +158,9 @@ class LanguageModel(ParallelModule):
         labels_BT: Tensor | None = None,
         loss_mask_BT: Tensor | None = None,
     ) -> Tensor:
-        """Predict, or score a prediction; collective over tp.
+        """Predict, or score a prediction; collective over tp and cp.
 
-        With tp a sequence that the ranks do not divide is padded on the right, which changes
+        With them a sequence that the ranks do not divide is padded on the right, which changes
         nothing before the padding.
 
         Args:
@@ -183,8 +186,8 @@ class LanguageModel(ParallelModule):
                     hint="Cut the sequence, or raise max_sequence_length in the model's config",
                 )
             )
-        group = self.tp_group
-        num_padded = 0 if group is None else -num_positions % group.size()
+        cp_group = self.cp_group
+        num_padded = -num_positions % self._length_unit()
         if num_padded:
             tokens_BT = F.pad(tokens_BT, (0, num_padded))
         rotary_TR = None
@@ -195,15 +198,65 @@ class LanguageModel(ParallelModule):
                 self.config.rope_theta,
                 device=tokens_BT.device,
             )
+        if cp_group is not None:
+            tokens_BT = own_part(tokens_BT, cp_group, dim=1)
+            rotary_TR = None if rotary_TR is None else own_part(rotary_TR, cp_group, dim=0)
         logits_BTV = self.output_layer(self.decoder(self.embedding(tokens_BT), rotary_TR))
-        if num_padded:
+        if labels_BT is None:
+            logits_BTV = self._whole(logits_BTV)
+        # A slice has a gradient of the whole size to fill, so none is made for nothing.
+        if num_padded and (labels_BT is None or cp_group is None):
             logits_BTV = logits_BTV[:, :num_positions]
         if labels_BT is None:
-            return logits_BTV if group is None else gather_vocabulary(logits_BTV, group)
-        # No operator saves them, and no caller sees them.
-        loss = masked_cross_entropy(
-            logits_BTV, labels_BT, loss_mask_BT, may_overwrite_logits=True, tp_group=group
-        )
+            return logits_BTV
+        loss = self._score(logits_BTV, labels_BT, loss_mask_BT, num_padded)
         # Asked first: routers are looked for in all modules.
         has_auxiliary_loss = self.config.router_balance == "aux_loss"
         return scale_auxiliary_losses(loss, self) if has_auxiliary_loss else loss
+
+    def _whole(self, logits_BTV: Tensor) -> Tensor:
+        """Join the logits of the ranks of tp and cp."""
+        if self.tp_group is not None:
+            logits_BTV = gather_vocabulary(logits_BTV, self.tp_group)
+        return logits_BTV if self.cp_group is None else whole_logits(logits_BTV, self.cp_group)
+
+    def _score(
+        self,
+        logits_BTV: Tensor,
+        labels_BT: Tensor,
+        loss_mask_BT: Tensor | None,
+        num_padded: int,
+    ) -> Tensor:
+        """Return the mean loss over all unmasked tokens, those of other ranks of cp too.
+
+        Args:
+            logits_BTV: Of this rank's tokens and columns.
+            labels_BT: Of all tokens.
+            loss_mask_BT: Likewise.
+            num_padded: Tokens added on the right, which labels and mask lack.
+        """
+        num_counted, cp_group = None, self.cp_group
+        if cp_group is not None:
+            if loss_mask_BT is None:
+                loss_mask_BT = torch.ones_like(labels_BT, dtype=torch.float32)
+            # In bf16, to which a policy may have cast it, a sum does not count past 256.
+            num_counted = loss_mask_BT.sum(dtype=torch.float32)
+            labels_BT, loss_mask_BT = (
+                own_part(F.pad(x_BT, (0, num_padded)), cp_group, dim=1)
+                for x_BT in (labels_BT, loss_mask_BT)
+            )
+        loss = masked_cross_entropy(
+            logits_BTV,
+            labels_BT,
+            loss_mask_BT,
+            num_counted=num_counted,
+            # No operator saves them, and no caller sees them.
+            may_overwrite_logits=True,
+            tp_group=self.tp_group,
+        )
+        return loss if cp_group is None else sum_over_cp(loss, cp_group)
+
+    def _length_unit(self) -> int:
+        """Return what the length of a sequence must be a multiple of."""
+        tp = 1 if self.tp_group is None else self.tp_group.size()
+        return tp if self.cp_group is None else 2 * self.cp_group.size() * tp

@@ -39,6 +39,7 @@ def masked_cross_entropy(
     labels_BT: Tensor,
     loss_mask_BT: Tensor | None = None,
     *,
+    num_counted: Tensor | None = None,
     may_overwrite_logits: bool = False,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -47,7 +48,9 @@ def masked_cross_entropy(
     Args:
         logits_BTV: Scores, any floating dtype.
         labels_BT: Token ids; must be valid ids at masked places too.
-        loss_mask_BT: 1 where a token counts and 0 where it does not; None counts all.
+        loss_mask_BT: 1 where a token counts and 0 where it does not; None counts all of these.
+        num_counted: What the sum is divided by, a 0-dim tensor, where these are a part of the
+            tokens; None for the unmasked ones among these.
         may_overwrite_logits: Let the gradient take the logits' memory: they are not read again.
             Has an effect on CUDA, with fp32 or bf16 logits, where triton is installed.
         tp_group: Ranks that have the other columns of the vocabulary; None if ``logits_BTV`` has
@@ -66,7 +69,7 @@ def masked_cross_entropy(
         # A policy that casts the inputs may hand over the mask in bf16, which cannot count past
         # 256.
         mask_N = loss_mask_BT.reshape(-1).to(dtype)
-        weights_N = mask_N / mask_N.sum().clamp(min=1.0)
+        weights_N = mask_N / (mask_N.sum() if num_counted is None else num_counted).clamp(min=1.0)
     logits_NV = logits_BTV.flatten(0, -2)
     kernels = None if tp_group is not None else _kernels_for(logits_NV)
     if kernels is None:

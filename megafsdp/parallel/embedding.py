@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.mesh.annotation import ParameterAnnotation
+from megafsdp.parallel.context import own_part
 from megafsdp.parallel.layer import ParallelModule
 from megafsdp.parallel.mappings import reduce_from_tp, reduce_scatter_sequence
 
@@ -107,12 +108,17 @@ class PositionEmbedding(ParallelModule):
         nn.init.normal_(whole, std=self.init_std)
 
     def forward(self, num_tokens: int) -> Tensor:
-        """Look up the first ``num_tokens`` positions as (T, H), or this rank's part of them."""
-        group, weight = self.tp_group, self._localized("weight")
-        if group is None or not self.sequence_parallel:
-            return F.embedding(torch.arange(num_tokens, device=weight.device), weight)
-        num_own = num_tokens // group.size()
-        first = group.rank() * num_own
-        positions_T = torch.arange(first, first + num_own, device=weight.device)
-        # A sequence padded to a multiple of tp may be longer than the table.
+        """Look up the positions of ``num_tokens`` tokens as (T, H), or this rank's part of them.
+
+        Args:
+            num_tokens: Those of a sequence, or of the part that its rank of cp has.
+        """
+        group, context, weight = self.tp_group, self.cp_group, self._localized("weight")
+        num_positions = num_tokens * (1 if context is None else context.size())
+        positions_T = torch.arange(num_positions, device=weight.device)
+        if context is not None:
+            positions_T = own_part(positions_T, context, dim=0)
+        if group is not None and self.sequence_parallel:
+            positions_T = positions_T.chunk(group.size())[group.rank()]
+        # A sequence padded to what tp and cp divide may be longer than the table.
         return F.embedding(positions_T.clamp_(max=weight.shape[0] - 1), weight)

@@ -45,7 +45,11 @@ class ParallelModule(nn.Module):
     Attributes:
         declarations: What the layer declares about its own parameters, by attribute.
         computes_on_part: The forward takes this rank's part of each parameter as a plain tensor.
+        shares_heads_over_cp: Each rank of cp computes a part of the heads of a rank of tp: their
+            product is a degree that :meth:`check_degree` must allow.
         tp_mesh: Mesh of the ranks that have the other parts; None before ``set_device_mesh``.
+        cp_mesh: Mesh of the ranks that have the other tokens of a sequence; None before
+            ``parallelize``, and where this rank has all.
         ep_mesh: Mesh of the ranks that have the other experts of a stack; None before
             ``parallelize``, and where this rank has all.
         weight_mesh: Ranks over which a quantization recipe's maxima of a weight are combined;
@@ -55,7 +59,9 @@ class ParallelModule(nn.Module):
     # On the class, so that a module without parameters needs no constructor for them.
     declarations: Mapping[str, ParameterAnnotation] = MappingProxyType({})
     computes_on_part = True
+    shares_heads_over_cp = False
     tp_mesh: DeviceMesh | None = None
+    cp_mesh: DeviceMesh | None = None
     ep_mesh: DeviceMesh | None = None
     weight_mesh: DeviceMesh | None = None
 
@@ -63,6 +69,12 @@ class ParallelModule(nn.Module):
     def tp_group(self) -> dist.ProcessGroup | None:
         """Return the ranks to exchange with in forward; None where there are no others."""
         mesh = self.tp_mesh
+        return None if mesh is None or mesh.size() == 1 else mesh.get_group()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that have the other tokens; None where there are no others."""
+        mesh = self.cp_mesh
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
     def initialize(self, name: str, whole: Tensor) -> None:

@@ -30,14 +30,14 @@ from megafsdp.buffer.comm.activation import (
 )
 from megafsdp.device.torch_private import without_dynamo
 
-_Exchange = Callable[[Tensor], Tensor]
+Exchange = Callable[[Tensor], Tensor]
 
 
 class _Paired(torch.autograd.Function):
     """An exchange whose gradient is another."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, forward: _Exchange, backward: _Exchange) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
         ctx.exchange_gradient = backward  # type: ignore[attr-defined]
         return forward(x)
 
@@ -49,12 +49,14 @@ class _Paired(torch.autograd.Function):
 
 def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Give each rank of tp the same input; its gradient is the sum of the ranks' gradients."""
-    return _apply(x, _unchanged, partial(sum_over_ranks, group=group, label="input grads"), group)
+    return run_exchange(
+        x, _unchanged, partial(sum_over_ranks, group=group, label="input grads"), group
+    )
 
 
 def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum what the ranks of tp computed; its gradient reaches each of them unchanged."""
-    return _apply(x, partial(sum_over_ranks, group=group, label="outputs"), _unchanged, group)
+    return run_exchange(x, partial(sum_over_ranks, group=group, label="outputs"), _unchanged, group)
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -62,7 +64,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     dim = x.ndim - 2
     join = partial(gather_dim, dim=dim, group=group, label="sequence")
     cut = partial(reduce_scatter_dim, dim=dim, group=group, label="sequence grads")
-    return _apply(x, join, cut, group)
+    return run_exchange(x, join, cut, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -74,7 +76,7 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     dim = x.ndim - 2
     cut = partial(reduce_scatter_dim, dim=dim, group=group, label="sequence")
     join = partial(gather_dim, dim=dim, group=group, label="sequence grads")
-    return _apply(x, cut, join, group)
+    return run_exchange(x, cut, join, group)
 
 
 def gather_vocabulary(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -88,13 +90,16 @@ def gather_vocabulary(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
         return grad.narrow(-1, first, width)
 
     join = partial(gather_dim, dim=logits.ndim - 1, group=group, label="logits")
-    return _apply(logits, join, keep_own, group)
+    return run_exchange(logits, join, keep_own, group)
 
 
 # A compiled layer ends its graph here: what the door to collectives counts and waits for is the
 # host's.
 @without_dynamo
-def _apply(x: Tensor, forward: _Exchange, backward: _Exchange, group: dist.ProcessGroup) -> Tensor:
+def run_exchange(
+    x: Tensor, forward: Exchange, backward: Exchange, group: dist.ProcessGroup
+) -> Tensor:
+    """Exchange a tensor by ``forward``, and its gradient by ``backward``."""
     if group.size() == 1:
         return x
     result: Tensor = _Paired.apply(x, forward, backward)

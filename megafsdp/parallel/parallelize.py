@@ -14,13 +14,17 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def parallelize(model: M, meshes: Meshes) -> M:
-    """Cut the layers of a model by tp, and stacks of experts by ep; a no-op without these meshes.
+    """Cut layers by tp and stacks of experts by ep, and have layers share sequences out over cp.
+
+    A no-op without these meshes.
 
     Each rank of ``meshes.ep`` gets as many experts of each layer. Tensor parallelism cuts none of
     them: ``fully_shard(..., expert_mesh=meshes.experts)`` divides them over the ranks of tp too,
     which have different tokens. Parameters of other modules stay plain: every rank of tp has them
-    whole, and they must compute the same on each. Local; call it after construction and before
-    ``fully_shard``. Either everything is changed or the call raises.
+    whole, and they must compute the same on each. Context parallelism cuts no parameter, and no
+    input: models of :mod:`megafsdp.models` take whole sequences and compute with their own part;
+    modules of another model find the ranks in ``cp_group``. Local; call it after construction and
+    before ``fully_shard``. Either everything is changed or the call raises.
 
     Args:
         model: A module with layers of :mod:`megafsdp.parallel` at any depth, on the meta device or
@@ -32,10 +36,11 @@ def parallelize(model: M, meshes: Meshes) -> M:
 
     Raises:
         ValueError: The model has no such layer, or no experts for ep; a size cannot be cut by the
-            degree; or the ranks of tp have the same tokens, which experts would count as often.
+            degree, or heads of linear attention by tp x cp; or the ranks of tp have the same
+            tokens, which experts would count as often.
         RuntimeError: The layers have been cut or sharded before.
     """
-    if meshes.tp is None and meshes.ep is None:
+    if meshes.tp is None and meshes.ep is None and meshes.cp is None:
         return model
     layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
     if not layers:
@@ -50,7 +55,14 @@ def parallelize(model: M, meshes: Meshes) -> M:
         )
     experts = [layer for layer in layers if _has_experts(layer)]
     _check_experts(experts, meshes, type(model).__name__)
+    if meshes.cp is not None:
+        degree = meshes.cp.size() * (1 if meshes.tp is None else meshes.tp.size())
+        for layer in layers:
+            if layer.shares_heads_over_cp:
+                layer.check_degree(degree)
     set_mesh_below(model, meshes.tp, None, ep_mesh=meshes.ep, experts=experts)
+    for layer in layers:
+        layer.cp_mesh = meshes.cp
     return model
 
 
