@@ -89,7 +89,6 @@ def test_checkpoints_in_a_store_are_removed(
             ["--train.global_batch_size", "7"],
             "a multiple of the 2 data-parallel ranks (dp_outer x dp_shard), got 7",
         ),
-        (["--parallel.cp", "2"], "NotImplementedError"),
     ],
 )
 def test_a_mistake_in_the_options_removes_nothing(

@@ -26,6 +26,7 @@ FILES = (
     "tests/optimizer/offload/test_hybrid.py",
     "tests/optimizer/offload/test_side_effects.py",
     "tests/checkpoint/test_load.py",
+    "tests/models/test_causal_attention.py",
     "tests/models/test_gated_delta.py",
     "tests/device/test_host_memory.py",
     "tests/device/test_memory.py",

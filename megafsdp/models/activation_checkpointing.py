@@ -33,6 +33,7 @@ _KEPT_BY_SELECTIVE = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._efficient_attention_forward.default,
 )
 _selective_contexts = functools.partial(
     create_selective_checkpoint_contexts, list(_KEPT_BY_SELECTIVE)

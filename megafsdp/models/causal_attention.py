@@ -44,7 +44,7 @@ def causal_attention(
     """
     if cp_group is not None:
         return _attend_across(q_BNTD, k_BGTD, v_BGTD, cp_group)
-    return _attend(q_BNTD, k_BGTD, v_BGTD)
+    return attend_to_end(q_BNTD, k_BGTD, v_BGTD)
 
 
 # A compiled layer ends its graph here, as at every exchange.
@@ -59,12 +59,12 @@ def _attend_across(
     for chunk, queries_BNTD in zip(own_chunks(group), q_BNTD.chunk(2, dim=2), strict=True):
         num_seen = (chunk + 1) * queries_BNTD.shape[2]
         k_BGSD, v_BGSD = k_BGTD[:, :, :num_seen], v_BGTD[:, :, :num_seen]
-        contexts_BNTD.append(_attend(queries_BNTD, k_BGSD, v_BGSD))
+        contexts_BNTD.append(attend_to_end(queries_BNTD, k_BGSD, v_BGSD))
     return torch.cat(contexts_BNTD, dim=2)
 
 
-def _attend(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
-    """Let the last query see all keys, and each query before it one key less."""
+def attend_to_end(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+    """Let the last of T queries see all S keys, and each query before it one key less."""
     dtype = q_BNTD.dtype
     if _is_faster_in_fp32(q_BNTD):
         q_BNTD, k_BGSD, v_BGSD = q_BNTD.float(), k_BGSD.float(), v_BGSD.float()

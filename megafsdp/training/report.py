@@ -95,8 +95,12 @@ class Report:
     def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
         """Print what is about to run."""
         config, world, parallel = self._config, self._world, self._config.parallel
-        tp, ep, num_idle = parallel.tp, parallel.ep, num_idle_parameters(config.model.resolve())
-        parts = [f"{world.size // tp} x {tp} tensor-parallel"] if tp > 1 else []
+        num_idle = num_idle_parameters(config.model.resolve())
+        cp, tp, ep = parallel.cp, parallel.tp, parallel.ep
+        axes = "".join(
+            f" x {n} {k}-parallel" for n, k in ((cp, "context"), (tp, "tensor")) if n > 1
+        )
+        parts = [f"{world.size // (cp * tp)}{axes}"] if axes else []
         parts += [f"{ep} expert-parallel"] if ep > 1 else []
         shared = f" ({', '.join(parts)})" if parts else ""
         active = f" ({num_parameters - num_idle:,} active)" if num_idle else ""

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism times every way to divide the data, against one process."""
+"""Tensor, context and expert parallelism times every way to divide the data: as one process."""
 
 from __future__ import annotations
 
@@ -71,20 +71,24 @@ MIXTURES = {
     ),
 }
 
-# Model, dtype, microbatches, strategy, then the degrees of dp_outer, dp_shard, tp and ep.
-Case = tuple[str, torch.dtype, int, str, int, int, int, int]
-NAMES = ("model", "dtype", "num_microbatches", "strategy", "outer", "inner", "tp", "ep")
-DEGREES = ((1, 2), (1, 2), (1, 2))
+# Model, dtype, microbatches, strategy, then the degrees of dp_outer, dp_shard, cp, tp and ep.
+Case = tuple[str, torch.dtype, int, str, int, int, int, int, int]
+NAMES = ("model", "dtype", "num_microbatches", "strategy", "outer", "inner", "cp", "tp", "ep")
+DEGREES = ((1, 2), (1, 2), (1,), (1, 2))
 PRODUCT: list[Case] = list(itertools.product(MODELS, TOLERANCE, (1, 3), STRATEGIES, *DEGREES, (1,)))
 
 
-def _mixtures(name: str) -> list[Case]:
-    cases = itertools.product([name], TOLERANCE, (1, 3), STRATEGIES, *DEGREES, (1, 2))
-    # Two data axes for these two; experts are shared out among the ranks of a replica.
+def _on_meshes(name: str, cp: int, eps: tuple[int, ...]) -> list[Case]:
+    """Return the cases of a model whose meshes ParallelDims makes, on at most 8 ranks."""
+    degrees = ((1, 2), (1, 2) if cp == 1 else (1,), (cp,), (1, 2), eps)
+    # Two data axes for these two; experts are shared out among the ranks of a replica, and heads of
+    # linear attention, of which there are two, among those of cp and tp.
     return [
         case
-        for case in cases
-        if (case[4] > 1 or case[3] not in ("hsdp", "hfsdp")) and case[5] * case[6] % case[7] == 0
+        for case in itertools.product([name], TOLERANCE, (1, 3), STRATEGIES, *degrees)
+        if (case[4] > 1 or case[3] not in ("hsdp", "hfsdp"))
+        and case[5] * cp * case[7] % case[8] == 0
+        and (name != "qwen3_next" or cp * case[7] <= 2)
     ]
 
 
@@ -96,7 +100,13 @@ def _each_mesh(cases: list[Case]) -> list[Case]:
     return [kind[7 * i % len(kind)] for i, kind in enumerate(kinds.values())]
 
 
-MIXTURE_PRODUCT = _mixtures("qwen3_moe") + _each_mesh(_mixtures("qwen3_next"))
+BOTH = (1, 2)
+MIXTURE_PRODUCT = _on_meshes("qwen3_moe", 1, BOTH) + _each_mesh(_on_meshes("qwen3_next", 1, BOTH))
+CONTEXT_PRODUCT = [
+    case
+    for name, eps in (("qwen3", (1,)), ("gpt", (1,)), ("qwen3_moe", BOTH), ("qwen3_next", BOTH))
+    for case in _each_mesh(_on_meshes(name, 2, eps))
+]
 
 
 @dataclass(frozen=True)
@@ -180,10 +190,10 @@ def _wanted(name: str, dtype: torch.dtype, num_microbatches: int) -> Trajectory:
 
 
 def _shard(case: Case) -> nn.Module:
-    name, dtype, _, strategy, outer, inner, tp, ep = case
+    name, dtype, _, strategy, outer, inner, cp, tp, ep = case
     model = _build(name, dtype)
-    if name in MIXTURES:
-        meshes = ParallelDims(outer, inner, tp=tp, ep=ep).build("cpu")
+    if name in MIXTURES or cp > 1:
+        meshes = ParallelDims(outer, inner, cp, tp, ep).build("cpu")
         parallelize(model, meshes)
         options = {"mesh": meshes.data, "expert_mesh": meshes.experts, **STRATEGIES[strategy]}
         return fully_shard_model(model, [TransformerLayer], **options)
@@ -202,14 +212,14 @@ def _shard(case: Case) -> nn.Module:
 
 
 def _trajectory(case: Case, wanted: Trajectory) -> None:
-    _, dtype, num_microbatches, _, outer, inner, tp, _ = case
+    _, dtype, num_microbatches, _, outer, inner, cp, tp, _ = case
     model, num_data = _shard(case), outer * inner
-    found = _train(model, num_microbatches, (dist.get_rank() // tp, num_data))
+    found = _train(model, num_microbatches, (dist.get_rank() // (cp * tp), num_data))
     losses = torch.tensor(found.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     tolerance = TOLERANCE[dtype]
     close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    close((losses / (num_data * tp)).tolist(), wanted.losses)
+    close((losses / (num_data * cp * tp)).tolist(), wanted.losses)
     close(found.norms, wanted.norms)
     for own, expected in (
         (found.grads, wanted.grads),
@@ -225,6 +235,7 @@ def _trajectory(case: Case, wanted: Trajectory) -> None:
     [
         *gate_of(PRODUCT, "parallel-product"),
         *gate_of(MIXTURE_PRODUCT, "parallel-product"),
+        *gate_of(CONTEXT_PRODUCT, "parallel-product"),
     ],
     ids=str,
 )
@@ -236,9 +247,10 @@ def test_three_steps_equal_one_process(
     strategy: str,
     outer: int,
     inner: int,
+    cp: int,
     tp: int,
     ep: int,
 ) -> None:
     """Losses, every gradient, norms, and the parameters after three clipped steps of AdamW."""
-    case = (model, dtype, num_microbatches, strategy, outer, inner, tp, ep)
-    ranks(outer * inner * tp).run(_trajectory, case, _wanted(model, dtype, num_microbatches))
+    case = (model, dtype, num_microbatches, strategy, outer, inner, cp, tp, ep)
+    ranks(outer * inner * cp * tp).run(_trajectory, case, _wanted(model, dtype, num_microbatches))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafsdp.models.causal_attention import causal_attention
+from megafsdp.models.causal_attention import attend_to_end, causal_attention
 
 
 class _DtypesOfKernels(TorchDispatchMode):
@@ -45,7 +45,8 @@ def _attend_naively(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    num_before = k.shape[2] - q.shape[2]
+    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + num_before)
     return scores.masked_fill(is_later, -math.inf).softmax(-1) @ v
 
 
@@ -61,6 +62,28 @@ def test_equals_the_naive_formula(dtype: torch.dtype, num_groups: int) -> None:
     (output.float() * weights).sum().backward()
     (wanted * weights).sum().backward()
     # A unit in the last place of numbers below 4; sums of gradients over 33 places below 8.
+    unit = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=unit)
+    for own, copy in zip(inputs, copies, strict=True):
+        assert own.grad is not None and copy.grad is not None
+        torch.testing.assert_close(own.grad.double(), copy.grad.double(), rtol=0, atol=4 * unit)
+
+
+@pytest.mark.parametrize("num_queries", [1, 8, 24])
+@pytest.mark.parametrize("num_groups", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_last_queries_see_all_before_them(
+    device: str, dtype: torch.dtype, num_groups: int, num_queries: int
+) -> None:
+    """A part of a sequence's queries, with all keys up to the last of them."""
+    q, k, v = (t.detach().to(device) for t in _inputs(dtype, 24, num_groups))
+    inputs = [t.requires_grad_() for t in (q[:, :, -num_queries:], k, v)]
+    copies = [t.detach().clone().requires_grad_() for t in inputs]
+    output, wanted = attend_to_end(*inputs), _attend_naively(*copies)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    (output.float() * weights).sum().backward()
+    (wanted * weights).sum().backward()
     unit = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(output.double(), wanted, rtol=0, atol=unit)
     for own, copy in zip(inputs, copies, strict=True):

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megafsdp import ParallelDims, full_tensor, fully_shard_model
-from megafsdp.models import ActivationCheckpointing, TransformerLayer
+from megafsdp.buffer.comm.trace import record_collectives
+from megafsdp.models import ActivationCheckpointing, TransformerLayer, sample
 from megafsdp.models.causal_attention import causal_attention
+from megafsdp.models.common import rotary_table
 from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from megafsdp.parallel import parallelize
 from megafsdp.parallel.context import (
@@ -25,7 +29,7 @@ from megafsdp.parallel.context import (
     whole_logits,
     whole_sequence,
 )
-from tests.parallel.cases import CONFIGS, MOE, batch_of, build
+from tests.parallel.cases import CONFIGS, MOE, batch_of, build, wholes
 from tests.ranks import Ranks
 
 NEXT = dataclasses.replace(
@@ -184,3 +188,110 @@ def test_losses_and_gradients_are_those_of_one_process(
     """Of every architecture, beside every other kind of parallelism, with and without a mask."""
     num_ranks = dims.dp_outer * max(dims.dp_shard, 1) * dims.cp * dims.tp
     ranks(num_ranks).run(_equals_one_process, name, dims, length, options)
+
+
+def _shows(name: str, dims: ParallelDims) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return logits, a text, and gradients of a loss that a user makes of logits."""
+    model = build(MODELS[name])
+    if dist.is_initialized():
+        meshes = dims.build("cpu")
+        parallelize(model, meshes)
+        for module in (*model.decoder.layers, model):
+            torch_fully_shard(module, mesh=meshes.data)
+    tokens, labels, _ = batch_of(2, model.config.max_sequence_length)
+    generator = torch.Generator().manual_seed(2)
+    text = sample(
+        model, tokens[:, :1], num_tokens=4, max_context=9, temperature=1.0, generator=generator
+    )
+    logits = model(tokens)
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    # tp has cut rows that lie in another order.
+    grads = {n: g.clone() for n, _, g in wholes(model)} if dims.tp > 1 else _grads_of(model)
+    return logits.detach(), text, grads
+
+
+# Logits of a padded length are a slice; torch warns that an edit of it in place loses its hook.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "dims"), [("gpt", CP2), ("qwen3", TP2_CP2), ("qwen3_next", ParallelDims(cp=3))]
+)
+def test_logits_text_and_gradients_of_logits_are_those_of_one_process(
+    ranks: Ranks, name: str, dims: ParallelDims
+) -> None:
+    """Under torch's FSDP2, of lengths that are padded, up to the longest."""
+    logits, text, grads = _shows(name, dims)
+    for found in ranks(dims.cp * dims.tp).run(_shows, name, dims):
+        close(found[0], logits)
+        assert torch.equal(found[1], text)
+        assert found[2].keys() == grads.keys()
+        for key in grads:
+            close(found[2][key], grads[key], msg=lambda m, k=key: f"{k}: {m}")
+
+
+def _collectives_of_layers(name: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+    model = build(MODELS[name])
+    parallelize(model, CP2.build("cpu"))
+    found = []
+    for layer in model.decoder.layers:
+        x = torch.randn(2, 4, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+        with record_collectives() as forward:
+            out = layer.self_attention(x, rotary_table(4, model.config.rotary_dim, 1e4))
+        with record_collectives() as backward:
+            out.sum().backward()
+        found.append((dict(forward.nbytes), dict(backward.nbytes)))
+    return found
+
+
+def test_attention_gathers_keys_and_values_and_linear_attention_exchanges_heads(
+    ranks: Ranks,
+) -> None:
+    """By formula: of 8 tokens in 2 rows, of fp64."""
+    # Query, key and value, beta and alpha of each token's heads; then their outputs.
+    into_heads = 12 * 4 + 12 * 4 + 24 * 2 + 24 + 24
+    exchanged = {"all_to_all": 2 * 4 * (into_heads + 24 * 2) * 8}
+    gathered = 2 * 8 * 2 * 2 * 4 * 8
+    wanted = [(exchanged, exchanged), ({"all_gather": gathered}, {"reduce_scatter": gathered})]
+    assert ranks(2).run(_collectives_of_layers, "qwen3_next") == [wanted] * 2
+
+
+def _compiles(name: str) -> None:
+    torch._dynamo.reset()
+    model, whole = build(MODELS[name]), build(MODELS[name])
+    meshes = CP2.build("cpu")
+    parallelize(model, meshes)
+    for layer in model.decoder.layers:
+        layer.compile(backend="aot_eager")
+    fully_shard_model(model, [TransformerLayer], mesh=meshes.data)
+    batch = batch_of(2, 8)
+    for side in (model, whole):
+        side(*batch).backward()
+    found, wanted = _grads_of(model), _grads_of(whole)
+    for key in wanted:
+        close(found[key], wanted[key])
+
+
+# The tracer asks every input for .grad, and torch warns where it is not a leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+# It makes an object of a function's class, which torch warns of.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_compiled_layers_share_sequences_out(ranks: Ranks, name: str) -> None:
+    """A graph ends at each exchange."""
+    ranks(2).run(_compiles, name)
+
+
+def _is_refused() -> None:
+    dims = ParallelDims(cp=2, tp=2)
+    model = build(dataclasses.replace(NEXT, linear_num_key_heads=2, linear_num_value_heads=4))
+    meshes = dims.build("cpu")
+    with pytest.raises(ValueError, match=r"times the context-parallel one.* 2 key heads.*got 4"):
+        parallelize(model, meshes)
+    # Nothing has changed.
+    assert all(module.tp_mesh is None for module in model.modules() if hasattr(module, "tp_mesh"))
+    with pytest.raises(ValueError, match=r"layers of megafsdp\.parallel, got Linear"):
+        parallelize(nn.Linear(2, 2), meshes)
+
+
+def test_heads_that_the_ranks_cannot_share_out_are_refused(ranks: Ranks) -> None:
+    """On all ranks, before anything is cut."""
+    ranks(4).run(_is_refused)

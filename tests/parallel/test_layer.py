@@ -266,7 +266,7 @@ def test_tied_weights_stay_tied(ranks: Ranks) -> None:
 def test_a_model_without_parallel_layers_is_refused() -> None:
     """Its parameters would stay whole without a word; without tp there is nothing to cut."""
     model = nn.Linear(2, 2)
-    meshes: Any = SimpleNamespace(tp=object(), ep=None)
+    meshes: Any = SimpleNamespace(tp=object(), cp=None, ep=None)
     with pytest.raises(ValueError, match="parallel, got Linear without any"):
         parallelize(model, meshes)
     meshes.tp = None

@@ -45,11 +45,15 @@ def _biases(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: each for name, each in tensors.items() if name.endswith("expert_bias")}
 
 
-@pytest.mark.parametrize("model", [MIXTURE, HYBRID], ids=lambda model: model["architecture"])
+@pytest.mark.parametrize(
+    ("model", "axis"),
+    [(MIXTURE, "tp"), (HYBRID, "tp"), (HYBRID, "cp")],
+    ids=lambda given: given if isinstance(given, str) else given["architecture"],
+)
 def test_a_run_with_shared_experts_is_that_without_and_goes_on_at_another_degree(
-    ranks: Ranks, tmp_path: Path, model: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, model: dict[str, Any], axis: str
 ) -> None:
-    """Four ranks with tp 2 and ep 2, then two with ep 2: losses and norms of two that share none.
+    """Four ranks with tp or cp 2 and ep 2, then two with ep 2: losses and norms of two without.
 
     The tolerance is that of fp32 sums in another order. Loads are counts, so that the biases in the
     checkpoints are equal bit by bit, the last ones after moves in both halves of the run.
@@ -59,7 +63,7 @@ def test_a_run_with_shared_experts_is_that_without_and_goes_on_at_another_degree
         write_corpus(tmp_path / name)
     whole = ranks(2).run(_train, _config(tmp_path / "whole", 6, model))[0]
     parts = tmp_path / "parts"
-    first = ranks(4).run(_train, _config(parts, 3, model, tp=2, ep=2))
+    first = ranks(4).run(_train, _config(parts, 3, model, ep=2, **{axis: 2}))
     rest = ranks(2).run(_train, _config(parts, 6, model, ep=2))
     for seen in first:
         assert sum(seen, ()) == pytest.approx(sum(whole[:3], ()), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Whole runs whose layers are shared out: what goes by data-parallel ranks, and the next degree."""
+"""Whole runs whose layers or sequences are shared out: data-parallel ranks, and the next degree."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _train(config: Config) -> _Seen:
     return seen
 
 
-def _config(folder: Path, tp: int, steps: int) -> Config:
+def _config(folder: Path, steps: int, **degrees: int) -> Config:
     # Norms of this model are about 0.9: every step is clipped.
     return tiny(
         folder,
         model=_MODEL,
-        parallel={"tp": tp},
+        parallel=degrees,
         optimizer={"clip_norm": 0.5},
         train={"steps": steps},
         schedule={"kind": "constant"},
@@ -61,18 +61,21 @@ def _config(folder: Path, tp: int, steps: int) -> Config:
     )
 
 
-def test_a_run_at_tp_2_is_that_at_tp_1_and_goes_on_there(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_run_at_degree_2_is_that_at_1_and_goes_on_there(
+    ranks: Ranks, tmp_path: Path, axis: str
+) -> None:
     """Ranks 2d and 2d + 1 read and draw what rank d does alone; losses differ by rounding.
 
-    The tolerance is that of fp32 sums over tp in another order. After a resume at another degree
+    The tolerance is that of fp32 sums over ranks in another order. After a resume at another degree
     the samples are the next ones, and only the random states begin anew.
     """
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name)
-    whole = ranks(2).run(_train, _config(tmp_path / "whole", tp=1, steps=6))
-    first = ranks(4).run(_train, _config(tmp_path / "parts", tp=2, steps=3))
-    rest = ranks(2).run(_train, _config(tmp_path / "parts", tp=1, steps=6))
+    whole = ranks(2).run(_train, _config(tmp_path / "whole", steps=6))
+    first = ranks(4).run(_train, _config(tmp_path / "parts", steps=3, **{axis: 2}))
+    rest = ranks(2).run(_train, _config(tmp_path / "parts", steps=6))
     for rank, seen in enumerate(first):
         alone = whole[rank // 2]
         assert seen.samples == alone.samples[:3]

@@ -42,7 +42,9 @@ class ParallelSection:
     Attributes:
         dp_outer: Replicas of the sharded group.
         dp_shard: Ranks that divide parameters; -1 takes what is left.
-        cp: Context parallel degree; above 1 it is not built.
+        cp: Context parallel degree: ranks that share every sequence out, inside attention too, and
+            read the same samples; they divide parameters as those of dp_shard do. tp x cp must
+            divide the key heads of linear attention.
         tp: Tensor parallel degree: neighbouring ranks that share each layer out and read the same
             samples; a divisor of the model's query groups, MLP width and vocabulary.
         ep: Expert parallel degree: neighbouring ranks, those of tp first, that share each layer's
@@ -52,8 +54,8 @@ class ParallelSection:
             which needs dp_outer above 1 and strategy optim_grads_params.
         prefetch: Units gathered ahead of the running one.
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
-            but those needed again at once; a divisor of dp_shard leaves them divided among that
-            many neighbours.
+            but those needed again at once; a divisor of dp_shard x cp leaves them divided among
+            that many neighbours.
         nccl_user_buffers: Gather into memory that is registered with NCCL, which needs no copy
             then; a few units' bytes stay allocated. Only for strategy optim_grads_params; ignored
             with a warning on CPU.

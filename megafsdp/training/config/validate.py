@@ -12,10 +12,10 @@ import math
 
 import torch
 
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import ConfigError
 from megafsdp.fsdp.grouping import find_units
 from megafsdp.fsdp.policy_names import policies_by_module
-from megafsdp.mesh.parallel_dims import CP, ParallelDims
+from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.build import build_model, unit_classes
 from megafsdp.models.config import ModelConfig
 from megafsdp.training.config.optimizer_sections import LossScaleSection, MuonSection
@@ -38,7 +38,6 @@ def validate(config: Config, *, world_size: int) -> None:
 
     Raises:
         ConfigError: A value is out of its range, or values contradict each other.
-        NotImplementedError: A degree is not built for training.
     """
     require(
         "://" not in config.run.directory,
@@ -85,13 +84,13 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
 
     Raises:
         ConfigError: A value is out of its range, or values contradict each other.
-        NotImplementedError: A degree is not built for training.
     """
     model = config.model.resolve()
     config.activation_checkpointing.resolve()
     config_from_dict(config.to_dict())
     dims = _check_parallel(config.parallel, world_size)
     _check_tensor_parallel(model, dims.tp)
+    _check_context_parallel(model, dims)
     _check_expert_parallel(model, dims.ep)
     # torch's generators take 64 bits, and each data-parallel rank has a seed of its own.
     largest, seed = 2**64 - dims.data_size, config.run.seed
@@ -106,16 +105,6 @@ def validate_sharding(config: Config, *, world_size: int) -> None:
 
 def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
     """Check the degrees and how the data axes are used; return the degrees of so many ranks."""
-    # Before ranks are counted: more of them would not help.
-    if parallel.cp > 1:
-        raise NotImplementedError(
-            expected(
-                "degree 1",
-                parallel.cp,
-                where=f"the training configuration, parallel.{CP}",
-                hint="Use dp_shard or tp: no attention runs over parts of a sequence yet",
-            )
-        )
     try:
         dims = parallel.dims().resolve(world_size)
     except ValueError as error:
@@ -142,11 +131,11 @@ def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
         parallel.nccl_user_buffers,
         "Leave it out: only optim_grads_params gathers for each use",
     )
-    reshard = parallel.reshard_after_forward
+    reshard, num_ranks = parallel.reshard_after_forward, dims.dp_shard * dims.cp
     require(
-        reshard is None or isinstance(reshard, bool) or dims.dp_shard % reshard == 0,
+        reshard is None or isinstance(reshard, bool) or num_ranks % reshard == 0,
         "parallel.reshard_after_forward",
-        f"true, false, null, or a divisor of the {dims.dp_shard} ranks of dp_shard",
+        f"true, false, null, or a divisor of the {num_ranks} ranks of dp_shard x cp",
         reshard,
         "Give the number of ranks of one node, or true to free gathered parameters",
     )
@@ -172,6 +161,19 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
             tp,
             f"Choose a smaller degree, or {what} that it divides",
         )
+
+
+def _check_context_parallel(model: ModelConfig, dims: ParallelDims) -> None:
+    """Check that each rank of cp and tp gets as many heads of linear attention as the others."""
+    require(
+        model.linear_num_key_heads % (dims.cp * dims.tp) == 0,
+        "parallel.cp",
+        f"a degree that with parallel.tp {dims.tp} divides model.linear_num_key_heads, "
+        f"{model.linear_num_key_heads}",
+        dims.cp,
+        "Choose a smaller degree, or key heads, and the value heads that belong to them, that it "
+        "divides",
+    )
 
 
 def _check_expert_parallel(model: ModelConfig, ep: int) -> None:

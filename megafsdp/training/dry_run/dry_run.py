@@ -116,7 +116,7 @@ class DryRunReport:
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks."""
-        return self.dims.data_size * self.dims.tp
+        return self.dims.data_size * self.dims.cp * self.dims.tp
 
     @property
     def padding_numel(self) -> int:
@@ -141,6 +141,7 @@ class DryRunReport:
             "num_ranks": self.num_ranks,
             "dp_outer_size": dims.dp_outer,
             "dp_shard_size": dims.dp_shard,
+            "cp_size": dims.cp,
             "tp_size": dims.tp,
             "ep_size": dims.ep,
             "strategy": parallel.strategy,
@@ -198,7 +199,7 @@ class DryRunReport:
     def left_out(self) -> str:
         """Return what takes memory or time and is not counted."""
         exchange = ", Muon's all-to-alls" if self.config.optimizer.kind == "muon" else ""
-        has_parts = self.dims.tp > 1 or self.dims.ep > 1
+        has_parts = max(self.dims.cp, self.dims.tp, self.dims.ep) > 1
         parts = ", collectives of layers that ranks share out" if has_parts else ""
         return f"activations{parts}{exchange} and buffers of the backend"
 
@@ -207,13 +208,14 @@ class DryRunReport:
         dims, parallel = self.dims, self.config.parallel
         precision, train = self.config.precision, self.config.train
         outer = f", outer {parallel.outer_strategy}" if dims.dp_outer > 1 else ""
-        tp = f" x {dims.tp:,} tensor-parallel" if dims.tp > 1 else ""
-        ep = f", {dims.ep:,} to the experts of a layer" if dims.ep > 1 else ""
+        shared = f" x {dims.cp:,} context-parallel" if dims.cp > 1 else ""
+        shared += f" x {dims.tp:,} tensor-parallel" if dims.tp > 1 else ""
+        shared += f", {dims.ep:,} to the experts of a layer" if dims.ep > 1 else ""
         num_idle = num_idle_parameters(self.config.model.resolve())
         active = f" ({self.num_parameters - num_idle:,} active)" if num_idle else ""
         return [
             f"{self.config.model.name}: {self.num_parameters:,} parameters{active} on "
-            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{tp}{ep}), "
+            f"{_count(self.num_ranks, 'rank')} ({dims.dp_outer:,} x {dims.dp_shard:,}{shared}), "
             f"{parallel.strategy}{outer}, compute in {precision.param_dtype}",
             f"{train.global_batch_size:,} samples a step ({self.num_microbatches:,} x "
             f"{self.config.micro_batch_size(dims.data_size):,} a rank), "
@@ -343,7 +345,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
 
     Raises:
         ConfigError: The configuration cannot be run on so many ranks.
-        NotImplementedError: A strategy or degree that is not built.
+        NotImplementedError: All parameters are on the host.
     """
     start_s = time.perf_counter()
     if config.parallel.offload_parameters:
@@ -412,7 +414,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
 
 def _world_size(config: Config) -> int:
     parallel = config.parallel
-    others = parallel.dp_outer * parallel.tp
+    others = parallel.dp_outer * parallel.cp * parallel.tp
     if parallel.dp_shard > 0:
         return parallel.dp_shard * others
     return launch_number("WORLD_SIZE", others)

@@ -55,7 +55,11 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             "optim_grads_params for optim, got optim_grads",
         ),
         ("parallel", {"ep": 4}, "axis 'ep'"),
-        ("parallel", {"reshard_after_forward": 3}, "divisor of the 2 ranks of dp_shard, got 3"),
+        (
+            "parallel",
+            {"reshard_after_forward": 3},
+            "divisor of the 2 ranks of dp_shard x cp, got 3",
+        ),
         ("parallel", {"reshard_after_forward": 0}, "parallel.reshard_after_forward"),
         ("parallel", {"reshard_after_forward": -2}, "parallel.reshard_after_forward"),
         (
@@ -290,11 +294,20 @@ def test_loss_scale_that_cannot_work_is_refused(tmp_path: Path, section: dict[st
         validate(config, world_size=2)
 
 
-def test_degree_that_is_not_built_is_a_wish_for_later(tmp_path: Path) -> None:
-    """The message names the value of the configuration, on any number of ranks."""
-    for world_size in (2, 1):
-        with pytest.raises(NotImplementedError, match=r"got 2\..*parallel\.cp\."):
-            validate(tiny(tmp_path, parallel={"cp": 2}), world_size=world_size)
+def test_heads_of_linear_attention_are_shared_out_over_cp_and_tp(tmp_path: Path) -> None:
+    """Attention's are not: ranks gather its keys, so any degree of cp suits other models."""
+    hybrid = HYBRID | {"linear_num_key_heads": 4, "num_query_groups": 2}
+    for model, parallel in ((hybrid, {"cp": 2, "tp": 2}), (hybrid, {"cp": 4}), ({}, {"cp": 4})):
+        validate(tiny(tmp_path, model=model, parallel=parallel), world_size=4)
+    config = tiny(tmp_path, model=hybrid, parallel={"cp": 4, "tp": 2})
+    what = r"parallel\.tp 2 divides model\.linear_num_key_heads, 4, got 4.*parallel\.cp\."
+    with pytest.raises(ConfigError, match=what):
+        validate(config, world_size=8)
+    # Neighbours of a slice are ranks of cp too.
+    slices = {"cp": 2, "reshard_after_forward": 4}
+    validate(tiny(tmp_path, parallel=slices), world_size=4)
+    with pytest.raises(ConfigError, match=r"divisor of the 4 ranks of dp_shard x cp, got 3"):
+        validate(tiny(tmp_path, parallel=slices | {"reshard_after_forward": 3}), world_size=4)
 
 
 _WIDE = {"num_attention_heads": 4, "num_query_groups": 4, "head_dim": 8}

@@ -433,6 +433,7 @@ def test_experts_of_eighty_billion_parameters_on_1024_ranks(
     content = json.loads(capsys.readouterr().out)
     assert content["num_parameters"] == num_parameters
     assert (content["dp_shard_size"], content["tp_size"], content["ep_size"]) == (512, 2, 64)
+    assert content["cp_size"] == 1
     groups = [(u["count"], g) for u in content["units"] for g in u["groups"]]
     experts = [(count, g) for count, g in groups if g["is_expert"]]
     assert {g["num_shards"] for _, g in experts} == {16}
@@ -510,8 +511,8 @@ def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
     assert dry_run(tiny(tmp_path, parallel={"dp_outer": 2})).num_ranks == 2
     two_groups = {"num_query_groups": 2}
     assert dry_run(tiny(tmp_path, model=two_groups, parallel={"tp": 2})).num_ranks == 2
-    shared = {**degrees, "tp": 2}
-    assert dry_run(tiny(tmp_path, model=two_groups, parallel=shared)).num_ranks == 12
+    shared = {**degrees, "cp": 2, "tp": 2}
+    assert dry_run(tiny(tmp_path, model=two_groups, parallel=shared)).num_ranks == 24
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert dry_run(tiny(tmp_path)).num_ranks == 3
     monkeypatch.setenv("WORLD_SIZE", "x")
@@ -563,7 +564,10 @@ def test_number_of_ranks_must_be_one(words: list[str]) -> None:
         (["--html", "a.html"], "--dry-run beside --html"),
         (["--html=a.html"], "--dry-run beside --html"),
         (["--dry-run", "8", "--parallel.tp=4"], "divisor of model.num_query_groups, 2, got 4"),
-        (["--dry-run", "8", "--parallel.cp=2"], "parallel.cp"),
+        (
+            ["--dry-run", "8", "--model.preset=qwen3-next-toy", "--parallel.cp=8"],
+            "key_heads, 2, got 8",
+        ),
         (["--dry-run", "8", "--parallel.ep=2"], "parallel.ep"),
     ],
 )
