@@ -164,6 +164,8 @@ class GatedDeltaNet(ParallelModule):
                 (2 * keys + values, num_heads, num_heads), dim=-1
             )
             rate_N, bias_N = (_own_heads(x, (1,), group) for x in (rate_N, bias_N))
+            # As a slice it would keep all of the map's output for backward.
+            z_BTX = z_BTX.contiguous()
         q_BTX, k_BTX, v_BTX = self.conv1d(qkv_BTC).split((keys, keys, values), dim=-1)
         dtype = torch.promote_types(x_BTH.dtype, torch.float32)
         rate_N = rate_N.to(dtype).exp()

@@ -12,6 +12,7 @@ Shape suffixes: B batch, T sequence, H hidden, R rotary frequencies, V vocabular
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -257,6 +258,9 @@ class LanguageModel(ParallelModule):
         return loss if cp_group is None else sum_over_cp(loss, cp_group)
 
     def _length_unit(self) -> int:
-        """Return what the length of a sequence must be a multiple of."""
+        """Return what the length of a sequence must be a multiple of.
+
+        A rank of cp has two chunks of the same length, which those of tp divide together.
+        """
         tp = 1 if self.tp_group is None else self.tp_group.size()
-        return tp if self.cp_group is None else 2 * self.cp_group.size() * tp
+        return tp if self.cp_group is None else self.cp_group.size() * math.lcm(2, tp)

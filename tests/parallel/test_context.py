@@ -29,7 +29,7 @@ from megafsdp.parallel.context import (
     whole_logits,
     whole_sequence,
 )
-from tests.parallel.cases import CONFIGS, MOE, batch_of, build, wholes
+from tests.parallel.cases import CONFIG, CONFIGS, MOE, batch_of, build, wholes
 from tests.ranks import Ranks
 
 NEXT = dataclasses.replace(
@@ -44,7 +44,8 @@ NEXT = dataclasses.replace(
     rotary_fraction=0.5,
     norm_eps=0.1,
 )
-MODELS = CONFIGS | {"qwen3_moe": MOE, "qwen3_next": NEXT}
+THREE_HEADS = dataclasses.replace(CONFIG, num_attention_heads=3, num_query_groups=3)
+MODELS = CONFIGS | {"qwen3_moe": MOE, "qwen3_next": NEXT, "three_heads": THREE_HEADS}
 close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
 
@@ -165,11 +166,13 @@ def _equals_one_process(
 
 CP2, TP2_CP2 = ParallelDims(cp=2), ParallelDims(cp=2, tp=2)
 CASES: list[tuple[str, ParallelDims, int, dict[str, Any]]] = [
-    *[(name, CP2, 8, {}) for name in MODELS],
+    *[(name, CP2, 8, {}) for name in (*CONFIGS, "qwen3_moe", "qwen3_next")],
     # Lengths that are padded, one of them so that a rank has nothing else.
     *[(name, CP2, length, {}) for name in ("gpt", "qwen3_next") for length in (7, 1)],
     ("llama", ParallelDims(cp=3), 11, {}),
     ("gpt", TP2_CP2, 8, {}),
+    # Two chunks of two tokens would suit cp, and not the ranks of tp.
+    ("three_heads", ParallelDims(cp=2, tp=3), 8, {}),
     ("qwen3", TP2_CP2, 11, {"strategy": "optim_grads"}),
     ("qwen3_next", TP2_CP2, 8, {}),
     ("qwen3", ParallelDims(dp_shard=2, cp=2), 7, {"strategy": "optim"}),
@@ -295,3 +298,35 @@ def _is_refused() -> None:
 def test_heads_that_the_ranks_cannot_share_out_are_refused(ranks: Ranks) -> None:
     """On all ranks, before anything is cut."""
     ranks(4).run(_is_refused)
+
+
+def _saved_nbytes(name: str, length: int) -> int:
+    """Return the bytes that autograd keeps for backward, but for parameters."""
+    model = build(dataclasses.replace(MODELS[name], max_sequence_length=length))
+    if dist.is_initialized():
+        parallelize(model, ParallelDims(cp=dist.get_world_size()).build("cpu"))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(*batch_of(1, length))
+    loss.backward()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_each_rank_keeps_its_part_of_the_activations(ranks: Ranks, name: str) -> None:
+    """Half of them, and in full attention the keys and values of the other half."""
+    length, config = 128, MODELS[name]
+    num_full = config.layer_types.count(FULL_ATTENTION) if config.layer_types else config.num_layers
+    keys_and_values = 2 * length * config.num_query_groups * config.head_dim * 8
+    # A CPU makes masks, as numbers, for the quarters of the queries that see what is before them.
+    mask = length // 4 * (length // 4 * 5) * 8
+    most = _saved_nbytes(name, length) / 2 + num_full * (keys_and_values + mask)
+    assert max(ranks(2).run(_saved_nbytes, name, length)) <= most
