@@ -159,6 +159,15 @@ IMPORT_PATHS = {
         "localized",
         "parallelize",
     },
+    "megafsdp.parallel.context": {
+        "heads_of",
+        "own_part",
+        "sum_over_cp",
+        "tokens_of",
+        "whole_logits",
+        "whole_sequence",
+    },
+    "megafsdp.models.causal_attention": {"causal_attention"},
     "megafsdp.quantize": {"RECIPE_NAMES", "QuantizationRecipe", "recipe_of"},
     "megafsdp.training": {
         "Config",

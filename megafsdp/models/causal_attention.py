@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from megafsdp.device.torch_private import without_dynamo, without_modes
 from megafsdp.parallel.context import own_chunks, whole_sequence
@@ -72,6 +71,9 @@ def attend_to_end(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
     num_queries, num_keys = q_BNTD.shape[2], k_BGSD.shape[2]
     mask = None
     if num_queries != num_keys:
+        # Not at the top: it imports the compiler, which takes seconds.
+        from torch.nn.attention.bias import causal_lower_right
+
         # No tensor of values: it tells torch which kernel to take.
         with without_modes():
             mask = causal_lower_right(num_queries, num_keys)
