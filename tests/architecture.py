@@ -151,6 +151,8 @@ LAZY_PACKAGES = frozenset(
     # By name, by megafsdp.checkpoint.huggingface.
     | {"safetensors", "huggingface_hub"}
     | {"torch.utils.tensorboard"}
+    # Imports the compiler, which takes seconds; by attention with context parallelism.
+    | {"torch.nn.attention.bias"}
     # Compressed files and tables, by megafsdp.data.
     | {"zstandard", "pyarrow", "datasets"}
     # Imports triton, which is there on CUDA at most.
