@@ -28,6 +28,7 @@ FILES = (
     "tests/checkpoint/test_load.py",
     "tests/models/test_causal_attention.py",
     "tests/models/test_gated_delta.py",
+    "tests/parallel/test_context.py",
     "tests/device/test_host_memory.py",
     "tests/device/test_memory.py",
     "tests/device/test_streams.py",
