@@ -2,9 +2,9 @@
 
 Megatron's layers: linear maps by columns and rows, a word embedding and an output layer by the
 vocabulary, norms that know of a cut sequence, and the loss of a cut vocabulary; routers and stacks
-of experts, which ranks share out; what ranks of context parallelism exchange. Without a mesh they are plain layers. They work under this
-package's ``fully_shard``, under torch's, and alone. Nothing here shards over data-parallel ranks,
-and nothing imports models.
+of experts, which ranks share out; what ranks of context parallelism exchange. Without a mesh they
+are plain layers. They work under this package's ``fully_shard``, under torch's, and alone. Nothing
+here shards over data-parallel ranks, and nothing imports models.
 
 Read first: layer.py, then linear.py; of experts dispatch.py; of sequences context.py.
 """

@@ -41,6 +41,7 @@ from megafsdp.buffer.comm.activation import (
     reduce_scatter_dim,
     sum_over_ranks,
 )
+from megafsdp.errors import expected
 from megafsdp.parallel.mappings import run_exchange
 
 
@@ -55,9 +56,22 @@ def own_part(whole: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     Args:
         whole: Tokens, labels, a mask, a table of positions: alike on all ranks of cp.
         group: The ranks of cp.
-        dim: Along which the sequence lies; ``2 * cp`` divides it.
+        dim: Along which the sequence lies.
+
+    Raises:
+        ValueError: ``2 * cp`` does not divide the sequence.
     """
-    return _take(whole, own_chunks(group), dim, 2 * group.size())
+    num_chunks = 2 * group.size()
+    if whole.shape[dim] % num_chunks:
+        raise ValueError(
+            expected(
+                f"a length that the {num_chunks} chunks of {group.size()} ranks of cp divide",
+                whole.shape[dim],
+                where=f"dim {dim} given to own_part()",
+                hint="Pad the sequence on the right, with a mask of the padding for the loss",
+            )
+        )
+    return _take(whole, own_chunks(group), dim, num_chunks)
 
 
 def whole_sequence(own: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
