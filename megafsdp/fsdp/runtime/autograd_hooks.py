@@ -8,7 +8,8 @@ that is frozen, detached or unused.
 Inputs and outputs are found in what a forward takes and returns: lists, tuples, named tuples, dicts
 and dataclasses are walked; anything else is left as it is. After an output in which no tensor is
 found a unit stays gathered until the end of a backward, of which the first gradient of its
-parameters tells.
+parameters tells. An output that is one of the unit's parameters, or a view of one, is replaced by a
+copy.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class BackwardHook:
         An output that is a view also has its base watched: an edit of a view in place gives the
         view a new node in the graph, and a hook on the old one never fires.
         """
-        if not output.requires_grad:
+        # No graph is below a leaf, as an ignored parameter, and it would keep the hook for ever.
+        if not output.requires_grad or output.is_leaf:
             return
         # The graph owns the hook, not the tensor: it fires even if the user drops the output.
         output.register_hook(self)

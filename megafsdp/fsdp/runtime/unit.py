@@ -24,6 +24,7 @@ from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
 from megafsdp.device.streams import device_handle
 from megafsdp.device.torch_private import (
+    base_of,
     end_graph,
     is_backward_running,
     untraced_frame,
@@ -163,6 +164,8 @@ class FSDPUnit:
         self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
+        # By id: the parameters are made once, and the groups own them.
+        self._own_ids = frozenset(id(p.unsharded) for group in groups for p in group.parameters)
         self._run: ModuleRun | None = None
         self._gradient_hooks: RemovableHandle | None = None
         self.rename("")
@@ -373,6 +376,7 @@ class FSDPUnit:
     @untraced_hook
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
+        output = map_tensors(output, self._copied_if_own)
         output = cast_floating(output, self.policy.output_dtype)
         if self._phase is Phase.BACKWARD:
             return output
@@ -397,6 +401,15 @@ class FSDPUnit:
         self._watch_outputs(token, output)
         self._end_run(is_reserved=is_reserved)
         return output
+
+    def _copied_if_own(self, output: torch.Tensor) -> torch.Tensor:
+        """Return a copy of an output that is a parameter of the unit, or a view of one.
+
+        What follows may read it when the unit's storage is released. Its gradient arrives by the
+        copy, where a hook can be: one on the parameter itself would outlive the graph.
+        """
+        base = base_of(output)
+        return output.clone() if id(output if base is None else base) in self._own_ids else output
 
     def _end_run(self, *, is_reserved: bool) -> None:
         """Reshard after a forward, unless storage is reserved for what follows it."""

@@ -24,6 +24,7 @@ from megafsdp import (
     summon_full_params,
 )
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
+from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
@@ -91,6 +92,49 @@ class _HidesAllOutputs(_Layers):
         for layer in (self.first, self.middle, self.last):
             x = torch.tanh(layer(x).y)
         return types.SimpleNamespace(loss=x.square().mean())
+
+
+class _LendingLinear(nn.Linear):
+    """Returns parameters and views of them beside its output."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.table = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
+        own = [self.bias, self.scale, self.table]
+        return {"y": super().forward(x), "own": own, "views": [self.weight.t(), self.weight[1]]}
+
+
+class _UsesWhatAnInnerUnitReturns(_Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = _LendingLinear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.middle(torch.tanh(self.first(x)))
+        bias, scale, table = out["own"]
+        y = torch.tanh(self.last(torch.tanh(out["y"])) * scale + bias) @ out["views"][0]
+        return (y * table + out["views"][1]).square().mean()
+
+
+class _WeightAlone(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight
+
+
+class _ReturnsNoneButAParameter(_Layers):
+    """The last layer and the model return parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = _WeightAlone(WIDTH, WIDTH, bias=False)
+        self.factor = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = (torch.tanh(self.middle(self.first(x))) @ self.last(x)).square().mean()
+        return loss, self.factor
 
 
 class _ReturnsNothing(_Layers):
@@ -166,6 +210,11 @@ def _of_edits(model: nn.Module, x: torch.Tensor, scale: float) -> None:
     (state.loss * scale).backward()
 
 
+def _of_product(model: nn.Module, x: torch.Tensor, scale: float) -> None:
+    loss, factor = model(x)
+    (loss * factor * scale).backward()
+
+
 def _of_itself(model: nn.Module, x: torch.Tensor, scale: float) -> None:
     model(x, scale)
 
@@ -181,6 +230,8 @@ WAYS = [
     *itertools.product([(_HidesAllOutputs, _of_object, True)], STRATEGIES),
     *itertools.product([(_ReturnsNothing, _of_edits, False)], STRATEGIES),
     *itertools.product([(_EditsAnObject, _of_loss, False)], STRATEGIES),
+    *itertools.product([(_UsesWhatAnInnerUnitReturns, _of_loss, False)], STRATEGIES),
+    *itertools.product([(_ReturnsNoneButAParameter, _of_product, False)], STRATEGIES),
     *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),
 ]
 
@@ -192,6 +243,46 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     """Nothing is left for the step after, and every unit rests."""
     kind, loss_of, is_joined = way
     ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
+
+
+def _lends_without_a_graph(strategy: str) -> None:
+    reference = _UsesWhatAnInnerUnitReturns()
+    net = _shard_layers(copy.deepcopy(reference), strategy)
+    x = _inputs(0)[0]
+    with torch.no_grad():
+        assert torch.equal(net(x), reference(x))
+        views = net.middle(x)["views"]
+    assert torch.equal(views[0], reference.middle.weight.t())
+    assert not any(unit.is_at_work for unit in units_below([net]).values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_a_unit_returns_are_read_without_a_graph(
+    ranks: Ranks, strategy: str
+) -> None:
+    """They are copies, so the unit's storage is free by then."""
+    ranks(2).run(_lends_without_a_graph, strategy)
+
+
+def _num_hooks(strategy: str) -> list[int]:
+    net = _UsesWhatAnInnerUnitReturns()
+    table = net.middle.table
+    fully_shard(net.middle, strategy=strategy, ignored_params=[table])
+    fully_shard(net, strategy=strategy, ignored_params=[table])
+    owned = [p for unit in units_below([net]).values() for g in unit.groups for p in g.parameters]
+    watched = [table, *(p.unsharded for p in owned)]
+    found = []
+    for _ in range(3):
+        net(_inputs(0)[0]).backward()
+        found.append(sum(num_gradient_hooks(p) for p in watched))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_a_unit_returns_gain_no_hooks(ranks: Ranks, strategy: str) -> None:
+    """Neither the unit's own nor ignored ones, which outlive the graph of each forward."""
+    for first, *others in ranks(2).run(_num_hooks, strategy):
+        assert others == [first, first]
 
 
 def _of_own_rows(p: torch.Tensor) -> torch.Tensor:
