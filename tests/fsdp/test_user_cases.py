@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import megafsdp
-from megafsdp import MixedPrecisionPolicy, fully_shard
+from megafsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.fsdp.runtime.autograd_hooks import map_tensors
 from tests.fsdp.toy import (
@@ -94,6 +95,48 @@ def _edits_views() -> None:
 def test_views_that_a_unit_returns_may_be_edited_in_place(ranks: Ranks) -> None:
     """Their backward begins the unit's backward all the same."""
     ranks(2).run(_edits_views)
+
+
+class _Delegating(nn.Module):
+    """Takes attributes that it lacks from the module inside, as adapters do."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.scale = nn.Parameter(torch.full((12,), 0.5))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wrapped(x) * self.scale
+
+
+def _delegates(how: str) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 12), _Delegating(nn.Linear(12, 12)))
+    if how == "as the root":
+        reference = _Delegating(reference)
+    net = copy.deepcopy(reference)
+    if how == "by class":
+        fully_shard_model(net, [nn.Linear, _Delegating])
+        assert isinstance(net[1], FSDPModule)
+    else:
+        fully_shard(net.wrapped if how == "as the root" else net[1].wrapped)
+        fully_shard(net)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    reference(x).square().mean().backward()
+    net(_own(x)).square().mean().backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("how", ["by class", "as the root", "within the root"])
+def test_a_wrapper_that_passes_attributes_on_is_no_unit_by_that(ranks: Ranks, how: str) -> None:
+    """It may be given to fully_shard() after the module inside, or be a part of the root's unit."""
+    ranks(2).run(_delegates, how)
 
 
 def _edits_inputs() -> None:

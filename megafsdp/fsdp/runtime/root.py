@@ -57,7 +57,9 @@ def attach(module: nn.Module, unit: AttachedUnit) -> None:
 
 def attached_unit(module: nn.Module) -> AttachedUnit | None:
     """Return the unit of a module; None if it is of none."""
-    return getattr(module, _UNIT_ATTRIBUTE, None)
+    # Not by getattr(): a wrapper may pass unknown attributes on to the unit inside it.
+    unit: AttachedUnit | None = module.__dict__.get(_UNIT_ATTRIBUTE)
+    return unit
 
 
 def attached_units(modules: Iterable[nn.Module]) -> dict[str, AttachedUnit]:
