@@ -196,6 +196,38 @@ def test_annotations_survive_sharding(ranks: Ranks) -> None:
     ranks(2).run(_annotated)
 
 
+class _Scaled(nn.Linear):
+    """A linear that reads a mark of its weight, as muP's readout does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.weight.multiplier
+
+
+def _marked(options: dict[str, object]) -> None:
+    layer = _Scaled(32, 32)
+    layer.weight.multiplier, layer.weight.codes = 2.0, "the user's"
+    plain = _Scaled(32, 32)
+    plain.load_state_dict(layer.state_dict())
+    plain.weight.multiplier = 1.0
+    for each in (layer, plain):
+        fully_shard(each, **options)
+    x = torch.ones(1, 32)
+    y = layer(x)
+    assert y.count_nonzero()
+    assert torch.equal(y, plain(x) * 2.0)
+    assert (layer.weight.multiplier, layer.weight.codes) == (2.0, "the user's")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "no_shard"}, {"mp_policy": MixedPrecisionPolicy(recipe="mxfp8")}]
+)
+def test_forwards_read_attributes_that_users_wrote_on_parameters(
+    ranks: Ranks, options: dict[str, object]
+) -> None:
+    """They stand on both forms of a parameter; a quantized one still computes with its codes."""
+    ranks(2).run(_marked, options)
+
+
 def _model_call() -> None:
     by_class = fully_shard_model(Net(), [Block])
     by_name = fully_shard_model(Net(), ["Block"])

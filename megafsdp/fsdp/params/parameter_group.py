@@ -391,7 +391,8 @@ class ParameterGroup:
             # As UnevenDTensor, it refuses assignments to .data, which cut it from the buffer.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
         # Users and models mark parameters, for example for weight decay or by their parts.
-        for name, value in attributes_of(original).items():
+        marks = attributes_of(original)
+        for name, value in marks.items():
             setattr(sharded, name, value)
         tie_to_group(sharded, self)
         if original.is_meta:
@@ -406,6 +407,9 @@ class ParameterGroup:
         parameter.sharded = sharded
         face = parameter.model.face(full)
         parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)
+        # Forwards read the marks too. A quantized weight has attributes that stay as they are.
+        for name, value in marks.items():
+            vars(parameter.unsharded).setdefault(name, value)
 
     def _as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """Wrap this rank's rows of the main weight as the sharded parameter ``index``."""
