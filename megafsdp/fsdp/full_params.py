@@ -7,13 +7,14 @@ Training states are saved piece by piece, by :mod:`megafsdp.checkpoint`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
+from megafsdp.device.torch_private import sum_of_versions
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
 from megafsdp.fsdp.runtime.guards import refuse_replaced
@@ -105,22 +106,86 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
     """Show full compute weights of all units below a module while the context is open.
 
     Forwards inside gather nothing, so ranks may call the module a different number of times, for
-    example to generate text. The parameters are for reading: changes are lost when the context
-    closes. Collective on entry; the whole model is in memory.
+    example to generate text. Collective on entry and at the end, where all ranks raise if one must;
+    the whole model is in memory.
+
+    The parameters are for reading. A write is an error when the context ends, and is undone: main
+    weights stay as they were. Only under ``no_shard`` without a cast, where the parameters are the
+    main weights, a write stays. torch counts no writes by ``parameter.data``: do not write so.
+
+    Raises:
+        RuntimeError: Parameters were written to on some rank, or other ranks raised in the context.
     """
     # Pinned ones belong to a context around this one, which ends later.
     units = [unit for unit in units_below([module]).values() if not unit.is_pinned]
     refuse_replaced(group for unit in units for group in unit.groups)
     for unit in units:
         _unshard(unit)
+    counts = [_count_writes(unit) for unit in units]
+    error: Exception | None = None
     try:
         yield
+        error = _written(units, counts)
+    except Exception as raised:
+        error = raised
     finally:
         for unit in units:
             # First: show_sharded() and release() do nothing for a pinned unit.
             unit.is_pinned = False
             unit.show_sharded()
             unit.release()
+    _raise_together(error, units)
+
+
+def _count_writes(unit: FSDPUnit) -> list[tuple[int, int]]:
+    """Return how often each group's main weight was marked, and its full parameters written."""
+    return [
+        (group.num_marks, sum_of_versions([p.unsharded for p in group.parameters]))
+        for group in unit.groups
+    ]
+
+
+def _written(
+    units: Sequence[FSDPUnit], before: Sequence[list[tuple[int, int]]]
+) -> RuntimeError | None:
+    """Return the error of writes to full parameters since they were counted; None without any."""
+    names = [
+        unit.name
+        for unit, counts in zip(units, before, strict=True)
+        for (marks, versions), (new_marks, new_versions) in zip(
+            counts, _count_writes(unit), strict=True
+        )
+        # A step or a load changes main weights, which may be the full parameters.
+        if marks == new_marks and versions != new_versions
+    ]
+    if not names:
+        return None
+    return RuntimeError(
+        expected(
+            "full parameters that are only read",
+            f"writes to those of the units {listed(list(dict.fromkeys(names)))}",
+            where="summon_full_params()",
+            hint="Write outside of it, by load_full_state_dict(model, state) or "
+            "parameter.copy_from_full_(tensor)",
+        )
+    )
+
+
+def _raise_together(error: Exception | None, units: Sequence[FSDPUnit]) -> None:
+    """Raise on all ranks of the units if one has an error; full parameters are then made anew."""
+    groups = [group for unit in units for group in unit.groups]
+    if not groups:
+        if error is not None:
+            raise error
+        return
+    try:
+        # Some groups may be of experts or of whole parameters, which fewer ranks have.
+        raise_together(error, max((g.axes.everyone for g in groups), key=lambda g: g.size()))
+    except Exception:
+        # On all ranks, or they would not gather alike: a persistent weight may have the writes.
+        for group in groups:
+            group.mark_stale()
+        raise
 
 
 def _unshard(unit: FSDPUnit) -> None:

@@ -10,10 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megafsdp import full_state_dict, fully_shard, load_full_state_dict, summon_full_params
+from megafsdp import (
+    MixedPrecisionPolicy,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    summon_full_params,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
-from tests.fsdp.toy import Net, batches, mine, pair, shard
+from tests.fsdp.toy import Net, assert_same_parameters, batches, mine, pair, shard
 from tests.ranks import Ranks
 
 
@@ -78,6 +84,70 @@ def _summon() -> None:
 def test_summoned_parameters_are_full_and_forwards_gather_nothing(ranks: Ranks) -> None:
     """Inside the context the model runs on one rank alone; after it, it is sharded again."""
     ranks(2).run(_summon)
+
+
+def _writes_within(strategy: str, param_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    _, net = pair(strategy=strategy, mp_policy=policy)
+    batch = mine(batches(1)[0])
+    before, loss = full_state_dict(net), net(*batch)
+    own = [local_tensor(p).clone() for p in net.parameters()]
+    # The rank without an error of its own quotes that of the other.
+    with (
+        pytest.raises(RuntimeError, match=r"writes to .* units blocks.1. In summon_full_params"),
+        summon_full_params(net),
+        torch.no_grad(),
+    ):
+        if dist.get_rank() == 1:
+            net.blocks[1].up.weight[1:].zero_()
+    is_main_weight = strategy == "no_shard" and param_dtype is None
+    if is_main_weight:
+        load_full_state_dict(net, before)
+    assert all(torch.equal(a, local_tensor(p)) for a, p in zip(own, net.parameters(), strict=True))
+    assert torch.equal(net(*batch), loss)
+    with summon_full_params(net):
+        assert torch.equal(net(*batch), loss)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_writes_to_summoned_parameters_raise_on_all_ranks_and_are_undone(
+    ranks: Ranks, strategy: str, param_dtype: torch.dtype | None
+) -> None:
+    """One rank wrote; main weights are as before, and forwards compute with them."""
+    ranks(2).run(_writes_within, strategy, param_dtype)
+
+
+def _raises_within() -> None:
+    _, net = pair()
+    words, kind = "the prompt is empty", (ValueError, RuntimeError)[1 - dist.get_rank()]
+    with pytest.raises(kind, match=words), summon_full_params(net):
+        if dist.get_rank() == 1:
+            raise ValueError(words)
+    assert all(hasattr(p, "local") for p in net.parameters())
+
+
+def test_an_error_on_one_rank_ends_the_context_on_all(ranks: Ranks) -> None:
+    """The others would wait at its end, where all agree."""
+    ranks(2).run(_raises_within)
+
+
+def _steps_within(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, net)]
+    (batch,) = batches(1)
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    with summon_full_params(net):
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(net, reference, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_step_within_the_context_is_no_write(ranks: Ranks, strategy: str) -> None:
+    """It changes main weights, which are the full parameters where all are replicated in fp32."""
+    ranks(2).run(_steps_within, strategy)
 
 
 def _state_dict_inside() -> None:

@@ -180,6 +180,14 @@ def _states(directory: str) -> None:
         with summon_full_params(model):
             for name, shown in model.named_parameters():
                 assert type(shown) is DTensor and torch.equal(shown.full_tensor(), wanted[name])
+        with (
+            pytest.raises(RuntimeError, match="writes to those of the units"),
+            summon_full_params(model),
+            torch.no_grad(),
+        ):
+            next(model.parameters()).zero_()
+        if strategy == "no_shard":
+            load_full_state_dict(model, wanted)  # There they are the main weights.
         path = f"{directory}/{strategy}"
         dcp.save(model.state_dict(), checkpoint_id=path)
         assert_loaded()
