@@ -80,7 +80,8 @@ def async_save(
     Raises:
         CheckpointError: The step is published already, a save is in flight (``"raise"``), or an
             earlier background save has failed; raised on all ranks.
-        ValueError: An argument is out of range; no rank has communicated yet.
+        ValueError: An argument is out of range, where rank 0's is too. What other ranks alone have
+            wrong is raised by ``result()``.
     """
     if when_busy not in ("wait", "raise"):
         raise ValueError(

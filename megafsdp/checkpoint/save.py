@@ -204,9 +204,10 @@ def save(
         The published directory, on all ranks.
 
     Raises:
-        CheckpointError: Any rank could not write; raised on all ranks. What was published before
-            stays. Or a background save has failed, and no call has raised that yet.
-        ValueError: The step or a retention number is out of range; no rank has communicated yet.
+        CheckpointError: Any rank could not write, or has another step or directory than rank 0, or
+            a number out of range; raised on all ranks. What was published before stays. Or a
+            background save has failed, and no call has raised that yet.
+        ValueError: The step or a retention number is out of range, where rank 0's is too.
     """
     SAVES.raise_failure()
     state = TrainingState(model, optimizer, lr_scheduler, loss_scaler, extra)
@@ -231,13 +232,13 @@ def begin_save(
         retention: Which checkpoints to keep afterwards.
 
     Raises:
-        CheckpointError: The step is published already; raised on all ranks. Errors in listing wait
-            for :func:`finish_save`, where all ranks meet.
-        ValueError: The step or a retention number is out of range.
+        CheckpointError: The step is published already, or rank 0 has refused its arguments; raised
+            on all ranks. Errors in listing, and of other ranks' arguments, wait for
+            :func:`finish_save`, where all ranks meet.
+        ValueError: The step or a retention number is out of range, where rank 0's is too.
     """
-    _require_counts(step, retention)
-    # The rest of a save may come after a change of the working directory.
-    root = location_of(directory).absolute()
+    # A rank with wrong arguments goes on: the others wait in the first collective.
+    root, refusal = attempt(lambda: _root_of(directory, step, retention))
     rank, _ = rank_and_world_size()
     if given.model is not None:
         roll_histories(given.model)
@@ -252,8 +253,15 @@ def begin_save(
     if error is None:
         objects[f"rng.{rank}"], error = attempt(rng_state)
     # A rank with an error comes here too: the others wait in this collective.
-    draft = on_rank_zero(lambda: saves_to(root).prepare(step))
-    return BegunSave(draft, retention, state, tensors or [], objects, error)
+    try:
+        draft, wanted = on_rank_zero(lambda: (_prepare(root, step, refusal), str(directory)))
+    except CheckpointError:
+        if refusal is not None:
+            raise refusal from None
+        raise
+    if refusal is None:
+        refusal = _mismatch((step, str(directory)), (draft.step, wanted))
+    return BegunSave(draft, retention, state, tensors or [], objects, refusal or error)
 
 
 def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Location:
@@ -298,7 +306,8 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.set_threshold(threshold, *others)
 
 
-def _require_counts(step: int, retention: Retention) -> None:
+def _root_of(directory: str | os.PathLike[str], step: int, retention: Retention) -> Location:
+    """Return the absolute save root of this rank's arguments, after a check of them all."""
     for name, value, least in (
         ("step", step, 0),
         ("keep_last", retention.keep_last, 1),
@@ -313,6 +322,31 @@ def _require_counts(step: int, retention: Retention) -> None:
                     hint="Give None to keep all checkpoints" if least else "Count steps from 0",
                 )
             )
+    # The rest of a save may come after a change of the working directory.
+    return location_of(directory).absolute()
+
+
+def _prepare(root: Location | None, step: int, refusal: Exception | None) -> Draft:
+    """Make the temporary directory, unless the arguments are refused; rank 0 alone."""
+    if refusal is not None:
+        raise refusal
+    assert root is not None, "arguments that are not refused name a root"
+    return saves_to(root).prepare(step)
+
+
+def _mismatch(own: tuple[int, str], wanted: tuple[int, str]) -> CheckpointError | None:
+    """Return the error of a step and a directory that are not those of rank 0; None if they are.
+
+    The directory as it is given: ranks may have working directories of their own.
+    """
+    if own == wanted:
+        return None
+    return CheckpointError.expected(
+        f"step {wanted[0]} in '{wanted[1]}', as on rank 0",
+        f"step {own[0]} in '{own[1]}'",
+        where="checkpoint.save()",
+        hint="Save the same step to the same directory on all ranks",
+    )
 
 
 def _collect(given: TrainingState, step: int) -> CanonicalState:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.checkpoint import latest_step, load, save
+from megafsdp.checkpoint import async_save, latest_step, load, save
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.checkpoint.format.regions import ReplicaBalance
@@ -322,6 +322,37 @@ def test_ranks_with_different_models_are_refused(ranks: Ranks, tmp_path: Path) -
     """Ranks that disagree on names or shapes publish nothing."""
     for message in ranks(2).run(_save_different_models, tmp_path):
         assert "others on ranks [1]" in message
+
+
+def _save_other_arguments(root: Path, odd_rank: int, how: str, in_background: bool) -> str:
+    arguments = {"directory": root, "step": 5, "keep_last": None}
+    if dist.get_rank() == odd_rank:
+        arguments[how] = {"directory": root / "other", "step": 6, "keep_last": 0}[how]
+    model = shard(Toy(), whole_mesh())
+    own = (ValueError, CheckpointError) if dist.get_rank() == odd_rank else CheckpointError
+    with pytest.raises(own) as caught:
+        if in_background:
+            async_save(model=model, **arguments).result()
+        else:
+            save(model=model, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("odd_rank", [0, 1])
+@pytest.mark.parametrize("how", ["directory", "step", "keep_last"])
+def test_ranks_that_save_something_else_are_refused(
+    ranks: Ranks, tmp_path: Path, how: str, odd_rank: int, in_background: bool
+) -> None:
+    """All ranks raise, none waits, and nothing is published."""
+    words = {
+        "directory": f"got step 5 in '{tmp_path / ('' if odd_rank == 0 else 'other')}'",
+        "step": f"got step {5 if odd_rank == 0 else 6} in",
+        "keep_last": "keep_last to be a whole number of at least 1, got 0",
+    }
+    for message in ranks(2).run(_save_other_arguments, tmp_path, odd_rank, how, in_background):
+        assert words[how] in message
+    assert latest_step(tmp_path) is None
 
 
 @pytest.mark.parametrize(
