@@ -421,6 +421,25 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
         save(tmp_path, step=1, model=nn.Linear(4, 3), optimizer=optimizer)
 
 
+def _save_a_ranks_own_state(root: Path) -> str:
+    model = shard(Toy(), whole_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["count"] = torch.zeros(1)
+    with pytest.raises(CheckpointError) as caught:
+        save(root, step=1, model=model, optimizer=optimizer)
+    return str(caught.value)
+
+
+def test_states_that_are_no_dtensors_are_refused_and_counts_have_a_cure(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A count of one element would be taken for a state of elements."""
+    for message in ranks(2).run(_save_a_ranks_own_state, tmp_path):
+        assert "got a plain tensor of shape (1,)" in message
+        assert "Keep a count as a number or a tensor without dimensions" in message
+
+
 @pytest.mark.parametrize(
     ("key", "name"), [("counts", "'counts'"), (torch.ones(2, 3), r"a tensor of shape \(2, 3\)")]
 )

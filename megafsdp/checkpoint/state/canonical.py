@@ -379,5 +379,6 @@ def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> N
             f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",
             f"a plain tensor of shape {tuple(value.shape)}",
             where=f"'{key}'",
-            hint="Create the state with torch.zeros_like(parameter)",
+            hint="Keep a count as a number or a tensor without dimensions; create a state of the "
+            "parameter's elements with torch.zeros_like(parameter)",
         )
