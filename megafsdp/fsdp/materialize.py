@@ -65,6 +65,9 @@ def materialize(
     parameters in full; those of units below it are sharded, and are not to be drawn from there.
     Either everything is initialised, or the call raises and can be made again.
 
+    Writes to tensors on the meta device store nothing: where a model's ``__init__`` sets values, as
+    by ``self.apply(self._init_weights)``, give that function here too.
+
     Args:
         model: A module with units below it that are all of its model's.
         initialize: Fills parameters and buffers of one module in place; None calls the module's
