@@ -37,13 +37,18 @@ class UnshardHandle(TorchUnshardHandle):
 
     def __init__(self, unit: FSDPUnit) -> None:
         self._unit: FSDPUnit | None = unit
+        self._num_rests = unit.num_rests
 
     def wait(self) -> None:
-        """Wait for the gather and show the unsharded parameters; later calls return at once."""
-        if self._unit is not None:
-            self._unit.finish_unshard()
-            self._unit.show_unsharded()
-            self._unit = None
+        """Wait for the gather and show the unsharded parameters; later calls return at once.
+
+        If the unit has come to rest since, by a forward, a backward or ``reshard()``, nothing is
+        shown.
+        """
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.num_rests == self._num_rests:
+            unit.finish_unshard()
+            unit.show_unsharded()
 
 
 if TYPE_CHECKING:

@@ -208,8 +208,7 @@ class ParameterGroup:
                 self._make_parameters(index, original)
         local_tensors = self._local_tensors()
         self._rows = LocalRows(local_tensors, self.main_weight.flat)
-        # It refers to the parameters and not to the group: a cycle would delay the freeing of a
-        # deleted model until the collector runs.
+        # Not to the group: a cycle would keep a deleted model alive until the collector runs.
         self.gradients = make_reducer(
             [(p.sharded, p.unsharded) for p in parameters],
             self.buffers,
@@ -545,6 +544,12 @@ class ParameterGroup:
         if wanted != [p.unsharded.requires_grad for p in self.parameters]:
             for p, requires_grad in zip(self.parameters, wanted, strict=True):
                 p.unsharded.requires_grad_(requires_grad)
+
+    @property
+    def is_shown_unsharded(self) -> bool:
+        """Return whether the modules have the unsharded parameters; the first one is looked at."""
+        places, attribute, _, unsharded = self._places[0]
+        return places.get(attribute) is unsharded
 
     def show_unsharded(self) -> None:
         """Put the unsharded parameters into the modules that have the sharded ones.

@@ -138,6 +138,8 @@ class FSDPUnit:
         options: As given, until the user changes them.
         context: What it shares with the units under one root; None before the first forward.
         outstanding: Its forwards whose backward may come.
+        num_rests: How often sharded parameters were shown or storage was freed, for a gather that
+            began before.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
         is_hidden: Whether no tensor was found in an output, so that backward cannot be seen to
             begin: it stays unsharded until one ends, of which its gradients tell.
@@ -160,6 +162,7 @@ class FSDPUnit:
         self._phase = Phase.RESTING
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
+        self.num_rests = 0
         self.is_pinned = self.is_hidden = False
         self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
@@ -287,7 +290,11 @@ class FSDPUnit:
     def release(self) -> None:
         """Free the full storage, unless it is kept, or the unit is at work."""
         if not (self.is_pinned or self.is_hidden) and self._phase is Phase.RESTING:
+            self.num_rests += 1
             for group in self.groups:
+                if group.is_shown_unsharded:
+                    # By unshard(), and no forward or backward of the unit came after it.
+                    group.show_sharded()
                 group.release()
 
     def show_unsharded(self, *, in_backward: bool = False) -> None:
@@ -299,6 +306,7 @@ class FSDPUnit:
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules, unless the unit is pinned."""
+        self.num_rests += 1
         if not self.is_pinned:
             for group in self.groups:
                 group.show_sharded()

@@ -831,6 +831,61 @@ def _explicit_unshard() -> None:
     assert not block._fsdp_unit().is_unsharded
 
 
+def _late_unshard(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    block, batch = net.blocks[0], batches(1)[0]
+    reference(*batch).backward()
+    for use in ("backward", "forward", "reshard"):
+        handle = block.unshard(async_op=True)
+        if use == "reshard":
+            block.reshard()
+        else:
+            with torch.set_grad_enabled(use == "backward"):
+                loss = net(*mine(batch))
+            if use == "backward":
+                loss.backward()
+        handle.wait()
+        assert _shown(net) == {"sharded"}, use
+        assert_same_grads(net, reference)
+    net.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+class Skips(nn.Module):
+    """Two blocks of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
+        """Return the output of the last block that runs."""
+        x = self.first(x)
+        return self.second(x) if is_whole else x
+
+
+def _unshard_without_use() -> None:
+    net = Skips()
+    for block in (net.first, net.second):
+        fully_shard(block)
+    fully_shard(net)
+    x = torch.randn(2, 12)
+    net(x, is_whole=True).sum().backward()
+    for is_late in (False, True):
+        for is_training in (False, True):
+            handle = net.second.unshard(async_op=True)
+            if not is_late:
+                handle.wait()
+            with torch.set_grad_enabled(is_training):
+                loss = net(x, is_whole=False).sum()
+            if is_training:
+                loss.backward()
+            if is_late:
+                handle.wait()
+            assert not net.second._fsdp_unit().is_unsharded
+            assert _shown(net) == {"sharded"}
+
+
 def _explicit_prefetch() -> list[tuple[str, str]]:
     _, net = pair()
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2]])
@@ -874,11 +929,18 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _root_without_parameters,
         _backward_inside_of_a_forward,
         _explicit_unshard,
+        _unshard_without_use,
     ],
 )
 def test_a_unit_may_be_driven_in_any_way(ranks: Ranks, body: object) -> None:
     """Each way gives the gradients of the unsharded model."""
     ranks(2).run(body)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
+def test_a_handle_that_is_waited_for_late_shows_nothing(ranks: Ranks, strategy: str) -> None:
+    """After a forward or backward that used the gather, or a reshard, parameters are sharded."""
+    ranks(2).run(_late_unshard, strategy)
 
 
 def _phases_that_follow() -> set[tuple[str, str]]:
