@@ -24,7 +24,7 @@ class TorchState:
     """
 
     # An attribute that torch would set here has no effect on a unit, so none can be set.
-    __slots__ = ("_module",)
+    __slots__ = ("_is_part", "_module")
 
     # Pipelining ends the backward of each of these, and then calls the root's callback, which here
     # ends that of all units.
@@ -33,6 +33,8 @@ class TorchState:
     def __init__(self, module: nn.Module) -> None:
         # The module owns its state.
         self._module = weakref.ref(module)
+        # Whether a method was called within the module's forward; torch asks for a state each time.
+        self._is_part = False
 
     def _unit(self) -> FSDPUnit:
         module = self._module()
@@ -50,10 +52,15 @@ class TorchState:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._unit()._pre_forward(module, args, kwargs)
+        unit = self._unit()
+        self._is_part = unit.is_in_forward_of(module)
+        if self._is_part:
+            return unit.cast_inputs(args, kwargs)
+        return unit._pre_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._unit()._post_forward(module, args, output)
+        unit = self._unit()
+        return unit.end_part(output) if self._is_part else unit._post_forward(module, args, output)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse what torch's code reads of its own units and ours do not have."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate, replicate_with_fsdp
@@ -19,10 +21,18 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from megafsdp import FSDPModule, UnshardHandle, full_tensor, fully_shard
+from megafsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    UnshardHandle,
+    full_tensor,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
 from tests.ranks import Ranks
@@ -160,6 +170,75 @@ def _forward_method_of_torch() -> None:
 def test_torchs_forward_methods_gather_our_units(ranks: Ranks) -> None:
     """A method registered with torch's function runs as the unit's forward."""
     ranks(2).run(_forward_method_of_torch)
+
+
+class Pooled(nn.Module):
+    """A forward that calls a method of the module, and needs other parameters after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Block(), nn.Parameter(torch.rand(WIDTH))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features of rows."""
+        return self.inner(x * self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features by a scale."""
+        return self.features(x) * self.scale
+
+
+def _method_within_forward(register: Callable[[nn.Module, str], None], strategy: str) -> None:
+    policies = (
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+    )
+    choices = itertools.product(
+        (None, True, False), ("root", "inner", "recomputed", "recomputed method"), policies
+    )
+    for reshard, place, policy in choices:
+        torch.manual_seed(0)
+        reference = nn.Sequential(Pooled(), Block())
+        net = copy.deepcopy(reference)
+        options: dict[str, Any] = {"strategy": strategy, "reshard_after_forward": reshard}
+        pooled = fully_shard(net[0], mp_policy=policy, **options)
+        register(pooled, "features")
+        tolerance = {"rtol": 1e-5, "atol": 1e-6}
+        if policy.param_dtype is not None:
+            tolerance = {"rtol": 0.05, "atol": 0.05}  # Of bfloat16.
+        if place == "root":
+            reference, net = reference[0], pooled
+        else:
+            fully_shard(net, **options)
+        if place == "recomputed":
+            pooled.forward = partial(checkpoint, pooled.forward, use_reentrant=False)
+        elif place == "recomputed method":
+            pooled.features = partial(checkpoint, pooled.features, use_reentrant=False)
+        x = torch.randn(2, dist.get_world_size(), 3, WIDTH)
+        for step in range(2):
+            expected = reference(x[step])
+            found = net(x[step][dist.get_rank()])
+            torch.testing.assert_close(found, expected[dist.get_rank()], **tolerance)
+            expected.square().sum(1).mean(0).sum().backward()
+            found.square().sum().backward()
+            for (name, parameter), wanted in zip(
+                net.named_parameters(), reference.parameters(), strict=True
+            ):
+                assert isinstance(parameter, DTensor), name
+                torch.testing.assert_close(full_tensor(parameter.grad), wanted.grad, **tolerance)
+            assert pooled._fsdp_unit().is_resting
+
+
+@pytest.mark.parametrize(
+    "register", [register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method]
+)
+def test_a_forward_may_call_a_registered_method(ranks: Ranks, register: Any) -> None:
+    """What follows in the forward has the full parameters, and gradients are those of one process.
+
+    In every strategy, as the root and below it, and where the module or the method is recomputed.
+    """
+    for strategy in STRATEGIES:
+        ranks(2).run(_method_within_forward, register, strategy)
 
 
 def _mixed_with_torchs() -> None:

@@ -105,6 +105,10 @@ class ModuleRun:
         """Return whether a module's forward has not ended."""
         return id(module) in self._to_end
 
+    def is_running(self, module: nn.Module) -> bool:
+        """Return whether a module's forward has begun and not ended."""
+        return id(module) in self._begun and self.has_to_end(module)
+
     @property
     def is_open(self) -> bool:
         """Return whether a module has begun and not ended."""
@@ -338,8 +342,7 @@ class FSDPUnit:
         goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
         if not goes_on and not _is_in_backward():
             context.begin_forward(self)
-        if self.policy.cast_forward_inputs:
-            args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
+        args, kwargs = self.cast_inputs(args, kwargs)
         if self._phase is Phase.BACKWARD:
             # A parameter that was replaced since forward would give another graph.
             refuse_replaced(self.groups)
@@ -362,6 +365,14 @@ class FSDPUnit:
         self.show_unsharded()
         if torch.is_grad_enabled() and not goes_on:
             args, kwargs = self._watch_inputs(run, (args, kwargs))
+        return args, kwargs
+
+    def cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs of a module in the dtype that the policy says."""
+        dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        args, kwargs = cast_floating((args, kwargs), dtype)
         return args, kwargs
 
     def _watch_inputs(self, run: ModuleRun, inputs: Any) -> Any:
@@ -507,11 +518,30 @@ class FSDPUnit:
         kwargs: dict[str, object],
     ) -> object:
         """Call a bound method of one of the unit's modules as its forward is called."""
+        if self.is_in_forward_of(module):
+            args, kwargs = self.cast_inputs(args, kwargs)
+            return self.end_part(method(*args, **kwargs))
         args, kwargs = self._pre_forward(module, args, kwargs)
         try:
             return self._post_forward(module, args, method(*args, **kwargs))
         finally:
             self._leave_forward(module)
+
+    def is_in_forward_of(self, module: nn.Module) -> bool:
+        """Return whether the module's forward runs: a method that is called now is a part of it."""
+        return (
+            self._phase is Phase.FORWARD and self._run is not None and self._run.is_running(module)
+        )
+
+    def end_part(self, output: Any) -> Any:
+        """End a method that the forward has called, which goes on with the full parameters."""
+        output = cast_floating(output, self.policy.output_dtype)
+        if torch.is_grad_enabled():
+            # Also the outputs of one that follows a forward which an interrupt has cut short.
+            hook = BackwardHook(self, None if self._run is None else self._run.token)
+            for tensor in tensors_of(output):
+                hook.watch(tensor)
+        return output
 
     def enter_backward(self) -> None:
         """Begin the unit's backward."""
