@@ -404,7 +404,8 @@ class FSDPModule(_Mixin):
             )
         context.reset_after_error()
         # The reset keeps sums of earlier microbatches where only a forward was cut short.
-        self._discard_unreduced_grads()
+        for each in units_below(unit.modules).values():
+            each.discard_unreduced_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those of microbatches that wait for the last one included."""
@@ -414,11 +415,18 @@ class FSDPModule(_Mixin):
         super().zero_grad(set_to_none)
 
     def _discard_unreduced_grads(self) -> None:
+        below = set(self.modules())
         for unit in self._fsdp_units(recurse=True):
             # No backward runs on this thread: one that has begun was cut short by an exception.
             if unit.context is not None and unit.context.has_backward_begun:
                 unit.context.reset_after_error()
-            unit.discard_unreduced_grads()
+            if below.issuperset(unit.modules):
+                unit.discard_unreduced_grads()
+                continue
+            # One module of a list: the sums of the others stay.
+            for group in unit.groups:
+                owners = [{owner for owner, _ in p.living_owners()} for p in group.parameters]
+                group.gradients.discard([i for i, own in enumerate(owners) if own & below])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Accept ``to_empty()``, and ``.to()`` and its kin where they change nothing."""

@@ -287,6 +287,19 @@ class GradientReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def discard(self, indices: Sequence[int]) -> None:
+        """Drop what is not in ``.grad`` yet of some parameters; no reduction is under way."""
+        for sums in self._waiting_sums():
+            for i in indices:
+                sums.tensor(i).zero_()
+        for i in indices:
+            self._used[i] = False
+            self._parameters[i].grad = None
+        self.main_grad.discard(indices)
+
+    def _waiting_sums(self) -> list[DBuffer]:
+        return [sums for sums in (self._accumulated, self._inner_sum) if sums is not None]
+
     def _inner_target(self) -> tuple[DBuffer, bool]:
         """Return the buffer that the sum over the inner axis goes to, and whether it adds."""
         if self._outer_group is None:

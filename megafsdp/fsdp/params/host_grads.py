@@ -117,6 +117,9 @@ class HostGradientReducer(GradientReducer):
         self._sum = self._copy = self._copied = None
         super().abort()
 
+    def _waiting_sums(self) -> list[DBuffer]:
+        return [*super()._waiting_sums(), *([] if self._sum is None else [self._sum])]
+
     def _sum_target(self) -> tuple[DBuffer, bool]:
         """Return the sum on the device, and whether it has microbatches before this one."""
         is_accumulating = self._sum is not None

@@ -234,6 +234,13 @@ class MainGradient:
         published = _GradState.PUBLISHED
         self._states = [s if s is published else _GradState.EMPTY for s in self._states]
 
+    def discard(self, indices: Sequence[int]) -> None:
+        """Drop what is not published of some parameters."""
+        for i in indices:
+            if self._states[i] is _GradState.UNDECIDED:
+                self._states[i] = _GradState.EMPTY
+        self._end_if_decided()
+
     def _follow_user(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Find which ``.grad`` the user has cleared: their states are EMPTY from here on."""
         shown = [i for i, state in enumerate(self._states) if state is _GradState.PUBLISHED]

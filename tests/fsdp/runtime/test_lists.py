@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megafsdp import clip_grad_norm_, full_tensor, fully_shard, microbatch
+from megafsdp import OffloadPolicy, clip_grad_norm_, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape, mesh_of_shape
@@ -287,3 +287,72 @@ def _parts_alone() -> None:
 def test_modules_of_a_list_run_in_any_number(ranks: Ranks) -> None:
     """Without gradients, without a backward and without a root; at rest after each of them."""
     ranks(2).run(_parts_alone)
+
+
+class Pair(nn.Module):
+    """Two layers with a tied bias, each of which adds to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(5, 7)
+        self.second.bias = self.first.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        return self.first(x).square().mean() + 3 * self.second(x).square().mean()
+
+
+def _clear_one_module(engine: str, shape: MeshShape, is_offloaded: bool) -> None:
+    options = {**ENGINES[engine].options, "mesh": mesh_of_shape(shape)}
+    options["offload_policy"] = OffloadPolicy(params=is_offloaded, pin_memory=False)
+    reference = Pair()
+    net = copy.deepcopy(reference)
+    fully_shard([net.first, net.second], **options)
+    fully_shard(net, **options)
+    batches = torch.randn(4, dist.get_world_size(), 3, 5)
+
+    def backward(step: int) -> None:
+        reference(batches[step]).backward()
+        net(batches[step][dist.get_rank()]).backward()
+
+    # One sum in `.grad`, one over the inner axis alone, and one that is not reduced.
+    backward(0)
+    net.set_requires_all_reduce(False)
+    with microbatch(net, is_last=False):
+        backward(1)
+    net.set_requires_gradient_sync(False)
+    backward(2)
+    for module in (reference, net):
+        module.first.zero_grad()
+    net.set_requires_gradient_sync(True)
+    net.set_requires_all_reduce(True)
+    # Of the bias too, which both have.
+    assert reference.second.weight.grad is not None and reference.second.bias.grad is None
+    backward(3)
+    assert_same_grads(net, reference)
+    for module in (reference, net):
+        module.second.zero_grad()
+    assert net.second.weight.grad is None and net.first.weight.grad is not None
+    backward(1)
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize(
+    ("engine", "shape"),
+    [
+        ("no_shard", (2,)),
+        ("optim", (2,)),
+        ("optim_grads_params", (2,)),
+        ("hsdp", (1, 2)),
+        ("hsdp", (2, 1)),
+        ("hfsdp", (2, 1)),
+    ],
+)
+def test_clearing_one_module_of_a_list_leaves_the_sums_of_the_others(
+    ranks: Ranks, engine: str, shape: MeshShape
+) -> None:
+    """Whether they are in `.grad`, or wait for the last microbatch in full size or as shards."""
+    for is_offloaded in (False, True):
+        if not (is_offloaded and engine == "no_shard"):
+            ranks(2).run(_clear_one_module, engine, shape, is_offloaded)
