@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
@@ -510,7 +510,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if unit_of(module) is None:
         return
-    if not hasattr(module, method_name):
+    own = vars(module).get(method_name)
+    # Of the class, unbound: a bound one would be a cycle through the module.
+    of_class = inspect.getattr_static(type(module), method_name, None)
+    if own is None and of_class is None:
         raise ValueError(
             expected(
                 f"a method of {type(module).__name__}",
@@ -519,15 +522,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
                 hint="Give the name of a method of the module itself",
             )
         )
-    # Of the class, unbound: a bound one would be a cycle through the module.
-    method = getattr(type(module), method_name)
+    # One of the instance would come before that of the class below.
+    vars(module).pop(method_name, None)
 
     @untraced_frame
     def run(self: nn.Module, *args: object, **kwargs: object) -> object:
         unit = unit_of(self)
         assert unit is not None, "the class was made by fully_shard()"
         end_graph(unit.why_graphs_end)
-        return unit.run_as_forward(self, partial(method, self), args, kwargs)
+        bind = getattr(of_class, "__get__", None)
+        method = own or (of_class if bind is None else bind(self, type(self)))
+        return unit.run_as_forward(self, method, args, kwargs)
 
     # A class of its own: other units share the one that mix_in() has given.
     cls = type(module)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.tensor import Placement
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import division_of, mesh_of, strategy_of
@@ -67,8 +68,14 @@ def fully_shard(module: nn.Module, **options: Unpack[ShardKeywords]) -> FSDPModu
 def fully_shard(module: list[M], **options: Unpack[ShardKeywords]) -> list[FSDPModule]: ...
 
 
+@overload
 def fully_shard(
-    module: nn.Module | list[M],
+    module: tuple[M, ...], **options: Unpack[ShardKeywords]
+) -> tuple[FSDPModule, ...]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[M] | tuple[M, ...],
     *,
     mesh: DeviceMesh | None = None,
     strategy: StrategyChoice = "optim_grads_params",
@@ -83,8 +90,8 @@ def fully_shard(
     nccl_user_buffers: bool = False,
     dp_mesh_dims: object | None = None,
     expert_mesh: DeviceMesh | None = None,
-) -> FSDPModule | list[FSDPModule]:
-    """Make a module, or a list of modules that run one after another, into one unit.
+) -> FSDPModule | list[FSDPModule] | tuple[FSDPModule, ...]:
+    """Make a module, or a list or tuple of modules that run one after another, into one unit.
 
     Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
     below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights.
@@ -123,11 +130,11 @@ def fully_shard(
     Raises:
         ValueError: A module is a unit already or only contains modules, a parameter is tied to
             another unit, parameters lie on several devices, or an argument has no meaning.
-        TypeError: A policy is of another type.
+        TypeError: A policy or a module is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
     """
-    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
+    modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     # All arguments are checked before any module is changed, so a refused call can be repeated.
     policy, memory = mixed_precision_of(mp_policy), UnitMemory(offload=offload_of(offload_policy))
     chosen, averaging = strategy_of(strategy), average_of(average)
@@ -146,7 +153,7 @@ def fully_shard(
     FSDPUnit(modules, groups, policy=policy, memory=memory, options=options)
     # Last: the hooks on steps compare ids, so all sharded parameters must exist.
     watch_optimizer_steps()
-    return cast(FSDPModule | list[FSDPModule], module)
+    return cast(FSDPModule | list[FSDPModule] | tuple[FSDPModule, ...], module)
 
 
 def fully_shard_model(
@@ -369,9 +376,20 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
     """Check that the modules can become a unit, or one each.
 
     Raises:
-        ValueError: There is none, one is a unit already, has one of torch's or only contains
-            modules, or ``prefetch`` is negative.
+        TypeError: One is no module.
+        ValueError: There is none, one comes twice, is a unit already, has one of torch's or only
+            contains modules, or ``prefetch`` is negative.
     """
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                expected(
+                    "a module, or a list or tuple of modules",
+                    type(module).__name__,
+                    where="fully_shard()",
+                    hint="Give the modules themselves: a generator is not read",
+                )
+            )
     refuse_units_of_torch(modules)
     # Two units over one module would each gather, and each end its backward.
     for module in modules:
@@ -382,6 +400,15 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
                     f"{type(module).__name__}, which was given to fully_shard() before",
                     where="fully_shard()",
                     hint="Call it once for each unit, on the root last",
+                )
+            )
+        if modules.count(module) > 1:
+            raise ValueError(
+                expected(
+                    "each module of a list once",
+                    f"{type(module).__name__} more than once",
+                    where="fully_shard()",
+                    hint="Give it once: a unit may run it any number of times",
                 )
             )
         if is_container(module):
@@ -467,7 +494,7 @@ def check_placements(
     """Check that the user's placements cut dimension 0.
 
     Raises:
-        NotImplementedError: One cuts another dimension.
+        NotImplementedError: One cuts another dimension, or has a mesh of its own.
     """
     for item in found:
         # Placements of any class with a `dim` count: torch has several, and users their own.
@@ -476,11 +503,15 @@ def check_placements(
         # From the end, the only dimension of a vector is -1.
         if placement is not None and dim not in (0, -item.parameter.ndim):
             # Local rows of another dimension would not be one range of a flat buffer.
+            hint = "Return None: rows of flat buffers are cut on dimension 0"
+            if not isinstance(placement, Placement):
+                hint = "Give a mesh of experts as expert_mesh=, and mark their parameters by "
+                hint += "megafsdp.annotate(parameter, is_expert=True)"
             raise NotImplementedError(
                 expected(
                     "Shard(0)",
                     placement,
                     where=f"shard_placement_fn for '{item.record.name}'",
-                    hint="Return None: rows of flat buffers are cut on dimension 0",
+                    hint=hint,
                 )
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +46,17 @@ def _wrap_twice() -> None:
     net = Net()
     fully_shard(net)
     _refused(lambda: fully_shard(net), ValueError, ["FSDPNet", "once for each unit"])
+
+
+def _wrong_modules() -> None:
+    twice = Block()
+    _refused(lambda: fully_shard([twice, twice]), ValueError, ["Block", "more than once"])
+    _refused(lambda: fully_shard(()), ValueError, ["an empty list"])
+    _refused(lambda: fully_shard(m for m in (twice,)), TypeError, ["a module", "generator"])
+    fully_shard(twice)
+    pair = (Block(), Block())
+    assert fully_shard(pair) is pair and pair[0]._fsdp_unit() is pair[1]._fsdp_unit()
+    assert all(isinstance(block, FSDPModule) for block in pair)
 
 
 def _tied_across_units() -> None:
@@ -96,6 +109,7 @@ def _different_models() -> None:
     "body",
     [
         _wrap_twice,
+        _wrong_modules,
         _tied_across_units,
         _wrong_arguments,
         _wrong_policies,
@@ -433,3 +447,47 @@ def _other_method() -> None:
 def test_another_method_may_run_as_forward(ranks: Ranks) -> None:
     """A registered method sees gathered parameters and gives gradients."""
     ranks(2).run(_other_method)
+
+
+class Kinds(Block):
+    """A block with a static method and a class method."""
+
+    @staticmethod
+    def double(x: torch.Tensor) -> torch.Tensor:
+        """Return twice the input."""
+        return 2 * x
+
+    @classmethod
+    def name(cls, x: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """Return the name of the class, and the input."""
+        return cls.__name__, x
+
+
+def _kinds_of_methods() -> None:
+    def score(self: Block, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(x)).sum()
+
+    torch.manual_seed(0)
+    reference, x = Kinds(), torch.ones(2, 12)
+    score(reference, x).backward()
+    net = copy.deepcopy(reference)
+    net.zero_grad()
+    # Two of the instance: a bound method, and a function that knows the module.
+    net.bound, net.plain = types.MethodType(score, net), partial(score, net)
+    fully_shard(net)
+    for name in ("bound", "plain", "double", "name"):
+        register_fsdp_forward_method(net, name)
+    for name in ("bound", "plain"):
+        getattr(net, name)(x).backward()
+        grad = net.up.weight.grad
+        torch.testing.assert_close(full_tensor(grad), reference.up.weight.grad)
+        assert net._fsdp_unit().is_resting
+        net.zero_grad()
+    assert torch.equal(net.double(x), 2 * x) and net.name(x)[0].startswith("FSDPKinds")
+    with pytest.raises(ValueError, match="'up'"):
+        register_fsdp_forward_method(net, "up")
+
+
+def test_a_registered_method_may_be_of_any_kind(ranks: Ranks) -> None:
+    """Of the instance, static or of the class; a submodule is no method."""
+    ranks(2).run(_kinds_of_methods)
