@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     GPT2Config,
@@ -450,6 +452,31 @@ def _load_some_and_initialise_the_rest() -> None:
     assert torch.equal(full_tensor(net.embedding.weight), drawn_last)
 
 
+def _set_some_of_the_full_state() -> None:
+    trained = Net(seed=5)
+    given = {n: t for n, t in trained.state_dict().items() if n.startswith("blocks.")}
+    strategies = ("optim_grads_params", "no_shard")
+    for broadcast_from_rank0, strategy in itertools.product((False, True), strategies):
+        net = shard(on_meta(Net), strategy=strategy)
+        set_model_state_dict(
+            net,
+            dict(given),
+            options=StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=broadcast_from_rank0, strict=False
+            ),
+        )
+        with pytest.raises(RuntimeError, match=r"'norm\.weight'.* without"):
+            net(*mine(batches(1)[0]))
+        with pytest.raises(RuntimeError, match=r"'norm\.weight'.* without"):
+            full_state_dict(net)
+        torch.manual_seed(SEED)
+        materialize(net, initialize)
+        for ours, theirs in zip(net.blocks, trained.blocks, strict=True):
+            assert_equal_state(ours, theirs)
+        assert full_tensor(net.norm.weight.detach()).eq(1).all()
+        assert full_tensor(net.head.weight.detach()).isfinite().all()
+
+
 def _mark() -> None:
     net = shard(on_meta(Net))
     with torch.no_grad():
@@ -460,7 +487,14 @@ def _mark() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [_load_full, _load_sharded, _load_some_and_initialise_the_rest, _mark]
+    "body",
+    [
+        _load_full,
+        _load_sharded,
+        _load_some_and_initialise_the_rest,
+        _set_some_of_the_full_state,
+        _mark,
+    ],
 )
 def test_loading_counts_as_initialising(ranks: Ranks, body: Callable[[], None]) -> None:
     """What was loaded needs no initialiser; what was not is still missed."""

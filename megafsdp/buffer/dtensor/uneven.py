@@ -52,7 +52,7 @@ from megafsdp.buffer.dtensor.random_values import (
     write_rows,
 )
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
-from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta
+from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta, mark_written
 from megafsdp.errors import expected
 from megafsdp.mesh.dtensor import cut_dim, group_of_axes, main_weight_placements, shard_axes
 from megafsdp.mesh.torch_private import (
@@ -337,6 +337,7 @@ class UnevenDTensor(RowShardedDTensor):
         # On ranks without rows too: all ranks must enter the collective that refreshes a stale
         # compute weight.
         torch.autograd.graph.increment_version(self._local_tensor)
+        mark_written(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy the local rows and the gradient; the layout is shared."""

@@ -308,6 +308,7 @@ def _before_load_state_dict(
     # A step that runs beside this thread would overwrite what is loaded.
     for group in unit.groups:
         group.wait_for_step()
+    _drop_own_meta_tensors(module, state, prefix)
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")
         if given is None or parameter is None:
@@ -330,6 +331,17 @@ def _before_load_state_dict(
     )
     named = module.named_parameters(remove_duplicate=False)
     mark_initialized(unit.groups, [p for name, p in named if f"{prefix}{name}" in state])
+
+
+def _drop_own_meta_tensors(
+    module: nn.Module, state: MutableMapping[str, object], prefix: str
+) -> None:
+    """Remove the module's own meta tensors: torch's setters add them for names that they lack."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += module.named_buffers(remove_duplicate=False)
+    for name, own in named:
+        if own.is_meta and state.get(f"{prefix}{name}") is own:
+            del state[f"{prefix}{name}"]
 
 
 def _is_on_another_mesh(given: object, parameter: torch.Tensor) -> bool:
