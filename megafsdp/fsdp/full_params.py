@@ -16,8 +16,9 @@ from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.device.torch_private import sum_of_versions
 from megafsdp.errors import expected, listed
+from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
-from megafsdp.fsdp.runtime.guards import refuse_replaced
+from megafsdp.fsdp.runtime.guards import refuse_replaced, refuse_summoned
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
 
@@ -34,7 +35,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         The same dict on every rank: copies, on the model's device.
 
     Raises:
-        RuntimeError: Something has no values since it came on the meta device.
+        RuntimeError: Something has no values since it came on the meta device, or the model shows
+            compute weights by ``summon_full_params`` that are not the main weights.
     """
     require_initialized([model], where="full_state_dict()")
     state = model.state_dict()
@@ -55,9 +57,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Raises:
         ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then,
             on any rank.
-        RuntimeError: The same on other ranks alone, whose errors it quotes.
+        RuntimeError: The same on other ranks alone, whose errors it quotes; or a unit shows full
+            parameters by ``summon_full_params``.
     """
     own = model.state_dict()
+    # What still shows full parameters is pinned: writes to them would be lost.
+    if any(is_replaced(parameter) for parameter in model.parameters()):
+        refuse_summoned("load_full_state_dict()")
     # Nothing is changed before all ranks have agreed that their states fit.
     raise_together(_mismatch(own, state))
     # A background save may still copy the main weights.

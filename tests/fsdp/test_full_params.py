@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megafsdp import (
     MixedPrecisionPolicy,
     full_state_dict,
+    full_tensor,
     fully_shard,
     load_full_state_dict,
     summon_full_params,
@@ -174,6 +182,105 @@ def _load_state_dict() -> None:
     assert [id(p) for p in net.parameters()] == objects
     with torch.no_grad():
         assert torch.equal(net(*mine(batches(1)[0])), other(*mine(batches(1)[0])))
+
+
+STRATEGIES = ["optim_grads_params", "optim_grads", "optim", "no_shard"]
+
+
+def _after_unshard(strategy: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    reference, net = pair(strategy=strategy, mp_policy=policy)
+    wanted = reference.state_dict()
+    units = (net, *net.blocks)
+    names = [*wanted]
+    for get in (nn.Module.state_dict, get_model_state_dict, full_state_dict):
+        for unit in units:
+            unit.unshard()
+        found = {name: full_tensor(tensor) for name, tensor in get(net).items()}
+        assert [*found] == names
+        assert all(torch.equal(found[name], wanted[name]) for name in names)
+        assert all(isinstance(p, DTensor) for p in net.parameters())
+    given, batch = Net(seed=5).state_dict(), mine(batches(1)[0])
+    same = shard(Net(seed=5), strategy=strategy, mp_policy=policy)
+    sharded = same.state_dict()
+    loads: list[Callable[[], object]] = [
+        lambda: net.load_state_dict(sharded),
+        lambda: set_model_state_dict(net, dict(sharded)),
+        lambda: load_full_state_dict(net, given),
+        # As torch.distributed.checkpoint writes.
+        lambda: [
+            local_tensor(t).copy_(local_tensor(sharded[n])) for n, t in net.state_dict().items()
+        ],
+    ]
+    for load in loads:
+        load_full_state_dict(net, wanted)
+        for unit in units:
+            unit.unshard()
+        load()
+        assert all(torch.equal(t, given[n]) for n, t in full_state_dict(net).items())
+        with torch.no_grad():
+            assert torch.equal(net(*batch), same(*batch))
+    # torch cuts what it was given like the parameters that it sees, and they were not sharded.
+    net.blocks[0].unshard()
+    options = StateDictOptions(full_state_dict=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"full one|mixed torch\.Tensor"):
+        set_model_state_dict(net, dict(wanted), options=options)
+    set_model_state_dict(net, dict(wanted), options=options)
+    assert all(torch.equal(t, wanted[n]) for n, t in full_state_dict(net).items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_states_after_unshard_are_those_of_main_weights(ranks: Ranks, strategy: str) -> None:
+    """Reads have fp32 values, and loads arrive; the sharded parameters are shown again."""
+    ranks(2).run(_after_unshard, strategy)
+
+
+def _while_summoned(strategy: str, dtype: torch.dtype | None) -> None:
+    reference, net = pair(strategy=strategy, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    wanted, given = reference.state_dict(), Net(seed=5).state_dict()
+    sharded, words = net.state_dict(), "outside of summon_full_params"
+    full = StateDictOptions(full_state_dict=True)
+    loads: list[Callable[[], object]] = [
+        lambda: net.load_state_dict(sharded),
+        lambda: net.blocks[0].up.load_state_dict(nn.Linear(12, 60).state_dict()),
+        lambda: set_model_state_dict(net, dict(given), options=full),
+        lambda: load_full_state_dict(net, given),
+        lambda: load_full_state_dict(net.norm, nn.LayerNorm(12).state_dict()),
+    ]
+    with summon_full_params(net):
+        for get in (nn.Module.state_dict, get_model_state_dict, full_state_dict):
+            if dtype is None:
+                found = get(net)
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+                continue
+            with pytest.raises(RuntimeError, match=words):
+                get(net)
+        for load in loads:
+            with pytest.raises(RuntimeError, match=words):
+                load()
+    assert all(torch.equal(t, wanted[n]) for n, t in full_state_dict(net).items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_states_while_summoned_are_main_weights_or_refused(
+    ranks: Ranks, strategy: str, dtype: torch.dtype | None
+) -> None:
+    """Full parameters are read where they are the main weights, and never loaded."""
+    ranks(2).run(_while_summoned, strategy, dtype)
+
+
+def _load_state_dict_inside() -> None:
+    net = shard(Net())
+    state = net.state_dict()
+    net.norm.register_forward_hook(lambda *_: net.load_state_dict(state))
+    with pytest.raises(RuntimeError, match="outside of the unit's forward"):
+        net(*mine(batches(1)[0]))
+
+
+def test_load_state_dict_in_the_middle_of_a_forward_is_refused(ranks: Ranks) -> None:
+    """What it wrote into gathered parameters would be lost."""
+    ranks(2).run(_load_state_dict_inside)
 
 
 def _writes_into_a_state_dict(strategy: str) -> None:

@@ -37,9 +37,10 @@ _OPERATIONS: dict[str, str] = {
     "torch.no_grad(), load_state_dict() or megafsdp.load_full_state_dict()",
     "tie": "Tie parameters before fully_shard(), and give their modules to one unit",
     "register_hook": "Call register_post_accumulate_grad_hook() and read or change .grad in it",
-    "load of a full tensor": "Load a model by megafsdp.load_full_state_dict(); write full "
-    "optimizer states by torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() "
-    "into what get_optimizer_state_dict() returns",
+    "load of a full tensor": "Load a model by megafsdp.load_full_state_dict(), or after reshard() "
+    "by set_model_state_dict() with full_state_dict; write full optimizer states by "
+    "torch_save_to_dcp(), and load them by torch.distributed.checkpoint.load() into what "
+    "get_optimizer_state_dict() returns",
     "operands of a forward": _NOT_GATHERED,
     "operands": "Use full_tensor() on both, local shards on both, or copy_from_full_()",
     "DistributedDataParallel": "Leave it out: units reduce their gradients themselves, over "

@@ -245,10 +245,15 @@ class GuardedUnit(Protocol):
 
     name: str
     groups: list[ParameterGroup]
+    is_pinned: bool
+    shows_unsharded: bool
 
     @property
     def is_resting(self) -> bool:
         """Return whether the unit is outside its forward and backward."""
+
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules, unless the unit is pinned."""
 
     def mark_stale(self) -> None:
         """Note that main weights changed."""
@@ -264,19 +269,48 @@ def guard_state_dicts(module: nn.Module, unit: GuardedUnit) -> None:
 
 
 def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
+    _show_main_weights(unit, "state_dict()", is_read=True)
+
+
+def _show_main_weights(unit: GuardedUnit, where: str, *, is_read: bool) -> None:
+    """Show the sharded parameters, whose values alone are state; local.
+
+    Raises:
+        RuntimeError: The unit is at work, or has to show full compute weights.
+    """
+    where, groups = f"{where} of unit '{unit.name}'", unit.groups
     if not unit.is_resting:
         raise RuntimeError(
             expected(
                 "a unit at rest",
                 "one at work",
-                where=f"state_dict() of unit '{unit.name}'",
+                where=where,
                 hint="Call it outside of the unit's forward and backward; after an exception in "
                 "one, call reset_iter_state() of the outermost unit first",
             )
         )
-    # A step that runs beside this thread still writes to the main weights.
-    for group in unit.groups:
+    # Full parameters may be read where they are the main weights, gathered without a cast.
+    is_cast = any(g.quantization is not None or g.dtypes.compute != g.dtypes.main for g in groups)
+    if unit.is_pinned and (is_cast or not is_read):
+        refuse_summoned(where)
+    # As torch does after unshard(): the state is that of the sharded parameters.
+    if unit.shows_unsharded:
+        unit.show_sharded()
+    # A step that runs beside this thread still writes to the main weights, and over a load.
+    for group in groups:
         group.wait_for_step()
+
+
+def refuse_summoned(where: str) -> NoReturn:
+    """Raise the error of state that is read or written within ``summon_full_params``."""
+    raise RuntimeError(
+        expected(
+            "sharded parameters, which have the main weights",
+            "full compute weights",
+            where=where,
+            hint="Save and load outside of summon_full_params()",
+        )
+    )
 
 
 def _after_state_dict(
@@ -305,9 +339,7 @@ def _before_load_state_dict(
 ) -> None:
     # Parameters stay views of their flat buffer: values are copied.
     metadata["assign_to_params_buffers"] = False
-    # A step that runs beside this thread would overwrite what is loaded.
-    for group in unit.groups:
-        group.wait_for_step()
+    _show_main_weights(unit, "load_state_dict()", is_read=False)
     _drop_own_meta_tensors(module, state, prefix)
     for name, parameter in module._parameters.items():
         given = state.get(f"{prefix}{name}")

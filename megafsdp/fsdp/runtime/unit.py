@@ -145,6 +145,7 @@ class FSDPUnit:
         num_rests: How often sharded parameters were shown or storage was freed, for a gather that
             began before.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
+        shows_unsharded: Whether modules have unsharded parameters, at work or by the user's wish.
         is_hidden: Whether no tensor was found in an output, so that backward cannot be seen to
             begin: it stays unsharded until one ends, of which its gradients tell.
         post_optim_event: What the next forward's first gather waits for.
@@ -167,7 +168,7 @@ class FSDPUnit:
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
         self.num_rests = 0
-        self.is_pinned = self.is_hidden = False
+        self.is_pinned = self.is_hidden = self.shows_unsharded = False
         self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
@@ -303,6 +304,7 @@ class FSDPUnit:
 
     def show_unsharded(self, *, in_backward: bool = False) -> None:
         """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
+        self.shows_unsharded = True
         for group in self.groups:
             if not in_backward:
                 group.follow_freezing()
@@ -312,6 +314,7 @@ class FSDPUnit:
         """Put the sharded parameters into the modules, unless the unit is pinned."""
         self.num_rests += 1
         if not self.is_pinned:
+            self.shows_unsharded = False
             for group in self.groups:
                 group.show_sharded()
 
