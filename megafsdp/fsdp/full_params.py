@@ -7,6 +7,7 @@ Training states are saved piece by piece, by :mod:`megafsdp.checkpoint`.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -22,6 +23,9 @@ from megafsdp.fsdp.runtime.guards import refuse_replaced, refuse_summoned
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
 
+# torch's name for what a module's get_extra_state() returns.
+_EXTRA_STATE = "_extra_state"
+
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return main weights and buffers as full plain tensors, by FQN.
@@ -32,7 +36,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: A module with units below it, at rest. Called by all ranks alike.
 
     Returns:
-        The same dict on every rank: copies, on the model's device.
+        The same dict on every rank: copies, on the model's device. Extra states of modules are
+        each rank's own.
 
     Raises:
         RuntimeError: Something has no values since it came on the meta device, or the model shows
@@ -40,7 +45,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     require_initialized([model], where="full_state_dict()")
     state = model.state_dict()
-    return {name: full_tensor(tensor).detach().clone() for name, tensor in state.items()}
+    return {
+        name: full_tensor(value).detach().clone()
+        if isinstance(value, torch.Tensor)
+        else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -52,7 +62,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Args:
         model: A module with units below it, at rest.
         state: A tensor for every name of ``model.state_dict()``, with its global shape, in any
-            dtype.
+            dtype; and the extra states of its modules.
 
     Raises:
         ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then,
@@ -73,11 +83,21 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
+            if _is_extra_state(name):
+                continue
             if isinstance(tensor, UnevenDTensor):
                 tensor.copy_from_full_(state[name])
             else:
                 local_tensor(tensor).copy_(state[name])
+    extra_states = {name: state[name] for name in own if _is_extra_state(name)}
+    if extra_states:
+        # Hooks of torch know which module each belongs to, under wrappers too.
+        model.load_state_dict(extra_states, strict=False)
     mark_main_weights_changed(model)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def device_below(module: nn.Module) -> torch.device:
@@ -93,7 +113,7 @@ def _mismatch(
     problems += [
         f"'{name}' of shape {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
         for name, tensor in own.items()
-        if name in state and state[name].shape != tensor.shape
+        if name in state and not _is_extra_state(name) and state[name].shape != tensor.shape
     ]
     if not problems:
         return None

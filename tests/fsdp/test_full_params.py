@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -53,6 +55,52 @@ def _round_trip(strategy: str) -> None:
 def test_a_full_state_dict_round_trips_bitwise(ranks: Ranks, strategy: str) -> None:
     """Names and values are the unsharded model's, and loading refreshes kept storage."""
     ranks(3).run(_round_trip, strategy)
+
+
+class Counting(nn.Linear):
+    """A layer with an extra state."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(6, 6)
+        self.value = value
+
+    def get_extra_state(self) -> object:
+        """Return the state."""
+        return self.value
+
+    def set_extra_state(self, state: object) -> None:
+        """Keep a state."""
+        self.value = state
+
+
+def _extra_states() -> None:
+    values = {"count": [3]}, torch.arange(4)
+    net, other = (nn.Sequential(*map(Counting, given)) for given in (values, (None, None)))
+    wanted = copy.deepcopy(net.state_dict())
+    for model in (net, other):
+        # In front of it in names, but not in state dicts.
+        model[1] = checkpoint_wrapper(model[1])
+        fully_shard(model[0])
+        fully_shard(model)
+    state = full_state_dict(net)
+    assert [*state] == [*wanted]
+    net[0].value["count"].append(4)
+    net[1].value.zero_()
+    assert state["0._extra_state"] == {"count": [3]}
+    assert torch.equal(state["1._extra_state"], torch.arange(4))
+    with pytest.raises(ValueError, match=r"missing '0\._extra_state'"):
+        load_full_state_dict(other, {n: v for n, v in state.items() if n != "0._extra_state"})
+    load_full_state_dict(other, state)
+    assert other[0].value == {"count": [3]}
+    assert torch.equal(other[1].value, torch.arange(4))
+    found = full_state_dict(other)
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        assert torch.equal(found[name], wanted[name])
+
+
+def test_extra_states_are_part_of_full_state_dicts(ranks: Ranks) -> None:
+    """Whatever their type, in reads and loads, under wrappers too."""
+    ranks(2).run(_extra_states)
 
 
 def _mismatch() -> None:
