@@ -85,6 +85,7 @@ class ManagedParameter:
         kept_because: Why a recipe leaves it as it is; empty if it is quantized, or without one.
         sharded: What the optimizer sees.
         unsharded: What forward and backward see.
+        unfreezes: Whether a gradient unfreezes ``unsharded``, which was frozen since it was made.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ManagedParameter:
     kept_because: str = field(init=False, default="")
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter = field(init=False)
+    unfreezes: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Take it for one without a model axis."""
@@ -537,13 +539,6 @@ class ParameterGroup:
     def release(self) -> None:
         """Free the full storage of a sharded group; nothing happens for a replicated one."""
         self.compute_weight.release()
-
-    def follow_freezing(self) -> None:
-        """Freeze and unfreeze the unsharded parameters as the user has the sharded ones."""
-        wanted = [p.sharded.requires_grad for p in self.parameters]
-        if wanted != [p.unsharded.requires_grad for p in self.parameters]:
-            for p, requires_grad in zip(self.parameters, wanted, strict=True):
-                p.unsharded.requires_grad_(requires_grad)
 
     @property
     def is_shown_unsharded(self) -> bool:

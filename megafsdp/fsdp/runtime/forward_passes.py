@@ -32,9 +32,13 @@ class ForwardToken:
         forward_pass: Which forward of the root it is a part of; None for one of its own.
         is_in_order: Whether its backward has a place in the order that is recorded. That of a head
             on one chunk has none: the order to follow is that of the root's backward.
+
+    Attributes:
+        trainable: For each of the unit's parameters whether it required a gradient; None if that
+            was not recorded.
     """
 
-    __slots__ = ("__weakref__", "forward_pass", "is_in_order", "number", "outer_ids")
+    __slots__ = ("__weakref__", "forward_pass", "is_in_order", "number", "outer_ids", "trainable")
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class ForwardToken:
     ) -> None:
         self.forward_pass = forward_pass or ForwardPass()
         self.is_in_order = is_in_order
+        self.trainable: list[bool] | None = None
         self.number = next(_numbers)
         # The ids stay those of the inputs: the graph, which owns this token, owns them too.
         self.outer_ids = frozenset(id(t if base_of(t) is None else base_of(t)) for t in inputs)

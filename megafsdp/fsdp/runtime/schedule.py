@@ -157,6 +157,9 @@ class ScheduledUnit(Protocol):
     def enter_backward(self) -> None:
         """Begin the unit's backward."""
 
+    def freeze_as_in(self, token: ForwardToken) -> None:
+        """Freeze and unfreeze the unsharded parameters as they were in a forward."""
+
     def show_unsharded(self, *, in_backward: bool = False) -> None:
         """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
 
@@ -370,6 +373,8 @@ class FSDPContext:
             self.begin_whole_backward()
             self.passes_in_backward.add(token.forward_pass)
             unit.outstanding.add(token)
+            # Forwards of one backward may differ in what was frozen.
+            unit.freeze_as_in(token)
             # Each output of each forward calls; the first one begins.
             if unit.is_in_backward:
                 return

@@ -32,6 +32,7 @@ from megafsdp.device.torch_private import (
     without_dynamo,
 )
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.freezing import follow_user, set_trainable, trainable_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
@@ -305,10 +306,15 @@ class FSDPUnit:
     def show_unsharded(self, *, in_backward: bool = False) -> None:
         """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
         self.shows_unsharded = True
+        if not in_backward:
+            follow_user(self.groups)
         for group in self.groups:
-            if not in_backward:
-                group.follow_freezing()
             group.show_unsharded()
+
+    def freeze_as_in(self, token: ForwardToken) -> None:
+        """Freeze and unfreeze the unsharded parameters as they were in a forward."""
+        if token.trainable is not None:
+            set_trainable(self.groups, token.trainable)
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules, unless the unit is pinned."""
@@ -384,6 +390,7 @@ class FSDPUnit:
         context = self.require_context()
         is_in_order = not (self.is_list and context.is_without_root(self))
         run.token = token = ForwardToken(watched, context.forward_pass, is_in_order=is_in_order)
+        token.trainable = trainable_of(self.groups)
         if not watched:
             # Without such an input the unit's backward ends in the schedule's callback.
             return inputs
