@@ -24,7 +24,7 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
-from megafsdp.fsdp.torch_state import TorchState
+from megafsdp.fsdp.torch_state import TorchState, mark_managed
 from megafsdp.mesh.torch_private import (
     check_before_torch_shards,
     register_as_fully_sharded,
@@ -475,6 +475,7 @@ def mix_in(module: nn.Module) -> None:
     # mypy takes the hash of the class for that of its instances.
     module.__class__ = _unit_class(type(module))  # type: ignore[arg-type]
     set_fully_shard_state(module, TorchState(module))
+    mark_managed([module])
     check_before_torch_shards(_refuse_torch_around_units)
 
 

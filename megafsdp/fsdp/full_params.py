@@ -21,6 +21,7 @@ from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
 from megafsdp.fsdp.runtime.guards import refuse_replaced, refuse_summoned
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
+from megafsdp.fsdp.torch_state import mark_managed
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
 
 # torch's name for what a module's get_extra_state() returns.
@@ -132,7 +133,8 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
     """Show full compute weights of all units below a module while the context is open.
 
     Forwards inside gather nothing, so ranks may call the module a different number of times, for
-    example to generate text. Collective on entry and at the end, where all ranks raise if one must;
+    example to generate text: transformers' ``generate()`` ends on each rank by itself, where else
+    all go on to the longest. Collective on entry and at the end, where all ranks raise if one must;
     the whole model is in memory.
 
     The parameters are for reading. A write is an error when the context ends, and is undone: main
@@ -147,6 +149,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
     refuse_replaced(group for unit in units for group in unit.groups)
     for unit in units:
         _unshard(unit)
+        mark_managed(unit.modules, False)
     counts = [_count_writes(unit) for unit in units]
     error: Exception | None = None
     try:
@@ -158,6 +161,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
         for unit in units:
             # First: show_sharded() and release() do nothing for a pinned unit.
             unit.is_pinned = False
+            mark_managed(unit.modules)
             unit.show_sharded()
             unit.release()
     _raise_together(error, units)

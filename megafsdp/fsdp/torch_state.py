@@ -1,19 +1,31 @@
-"""What torch's own code asks of the state behind a module of FSDP2, answered by our unit.
+"""What other code asks of a module of FSDP2, answered for our units.
 
-``torch.distributed.pipelining`` reduces gradients through it after a step's last microbatch, and
-torch's ``register_fsdp_forward_method`` gathers through it. The names are torch's, as read by 2.11
-to 2.13; what is not here is refused by name. No other code of megafsdp uses it.
+``torch.distributed.pipelining`` reduces gradients through the state behind it after a step's last
+microbatch, and torch's ``register_fsdp_forward_method`` gathers through it. The names are torch's,
+as read by 2.11 to 2.13; what is not here is refused by name. No other code of megafsdp uses it.
+
+transformers asks for a mark on modules: its models then run as often on each rank, as gathers need.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
+
+
+def mark_managed(modules: Iterable[nn.Module], is_managed: bool = True) -> None:
+    """Mark modules and all below them as gathered around their forwards, as torch does, or not."""
+    for module in modules:
+        for each in module.modules():
+            # What dynamo reads beside the first: parameters are the modules' own, in no flat one.
+            each._is_fsdp_managed_module = is_managed  # type: ignore[assignment]
+            each._fsdp_use_orig_params = is_managed  # type: ignore[assignment]
 
 
 class TorchState:

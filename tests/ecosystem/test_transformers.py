@@ -152,10 +152,21 @@ def _generate() -> None:
     assert torch.equal(
         model.generate(prompt, max_new_tokens=6, min_new_tokens=6, **options), wanted
     )
+    # Of another number of steps on each rank, and with one rank alone under full parameters.
+    options["max_new_tokens"] = 3 + 2 * dist.get_rank()
+    wanted = reference.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, **options), wanted)
+    with summon_full_params(model):
+        if dist.get_rank() == 0:
+            assert torch.equal(model.generate(prompt, **options), wanted)
+    assert torch.equal(model.generate(prompt, **options), wanted)
 
 
 def test_generate_writes_what_one_process_writes(ranks: Ranks) -> None:
-    """Under summon_full_params(), and as a registered forward method that gathers each unit."""
+    """Under summon_full_params(), and as a registered forward method that gathers each unit.
+
+    Ranks whose texts end earlier go on with the others.
+    """
     ranks(2).run(_generate)
 
 

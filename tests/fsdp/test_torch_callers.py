@@ -32,6 +32,7 @@ from megafsdp import (
     full_tensor,
     fully_shard,
     register_fsdp_forward_method,
+    summon_full_params,
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
@@ -62,6 +63,25 @@ def _is_one_of_torchs() -> None:
 def test_a_unit_is_an_instance_of_torchs_class(ranks: Ranks) -> None:
     """And its handle; construction and copies are as before."""
     ranks(2).run(_is_one_of_torchs)
+
+
+def _marked_as_managed() -> None:
+    def marks(name: str) -> list[bool]:
+        return [getattr(module, name, False) for module in net.modules()]
+
+    net = Net(num_blocks=2)
+    fully_shard(net.blocks[0])
+    assert sum(marks("_is_fsdp_managed_module")) == len(list(net.blocks[0].modules()))
+    fully_shard(net)
+    assert all(marks("_is_fsdp_managed_module")) and all(marks("_fsdp_use_orig_params"))
+    with summon_full_params(net):
+        assert not any(marks("_is_fsdp_managed_module"))
+    assert all(marks("_is_fsdp_managed_module"))
+
+
+def test_modules_are_marked_as_managed_while_their_forwards_gather(ranks: Ranks) -> None:
+    """Models of transformers read it, and then run as often on each rank."""
+    ranks(2).run(_marked_as_managed)
 
 
 def _stage(layers: nn.Sequential, mesh: DeviceMesh, strategy: str) -> nn.Sequential:
