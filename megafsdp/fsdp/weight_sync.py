@@ -129,7 +129,7 @@ class _StepHooks:
             return
         # Those without a gradient here too: a refresh may be a collective of all ranks.
         for group in groups:
-            group.mark_stale()
+            group.mark_stale(is_step=True)
 
     def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
         """Return the record of an optimizer, made anew if its parameters have changed.
@@ -247,7 +247,8 @@ def mark_main_weights_changed(
     Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
     sharded parameters are noticed. Needed after writes to ``.local`` or ``to_local()``, which ranks
     without rows do not make, and after writes to ``no_shard`` parameters whose compute weights have
-    another dtype, of which torch does not count all.
+    another dtype, of which torch does not count all. Under delayed scaling, histories of weights
+    with another maximum begin anew.
 
     Args:
         module: A module with units below it.

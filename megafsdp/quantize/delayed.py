@@ -22,6 +22,8 @@ Rules, all of which hold for each history by itself:
   becomes NaN, for that step. Finite ones of the same step count.
 - A weight's maximum that equals the newest is not recorded again. So it makes no difference how
   often unchanged weights are encoded, and a load needs no more than the histories.
+- Weights that no step has made, such as loaded ones, may be far from those before. If their maximum
+  is not the newest, which a history that was loaded with them has, theirs begins a new history.
 """
 
 from __future__ import annotations
@@ -184,7 +186,11 @@ class DelayedState:
 
 @torch.no_grad()
 def roll_together(
-    states: Sequence[DelayedState], weight_bits: Sequence[Tensor], pending_bits: Sequence[Tensor]
+    states: Sequence[DelayedState],
+    weight_bits: Sequence[Tensor],
+    pending_bits: Sequence[Tensor],
+    *,
+    is_step: bool = True,
 ) -> None:
     """Call :meth:`DelayedState.roll` of many states on one device at once, which is faster; local.
 
@@ -192,9 +198,12 @@ def roll_together(
         states: Their histories may differ in length.
         weight_bits: As the argument of the method, for each.
         pending_bits: Likewise.
+        is_step: Whether a step has made the weights; equal on all ranks.
     """
     weight_bits = _checked(weight_bits, [state._weight_bits for state in states])
     pending_bits = _checked(pending_bits, [state._pending for state in states])
+    if not is_step:
+        _begin_anew(states, weight_bits)
     alike: dict[int, list[int]] = {}
     for index, state in enumerate(states):
         alike.setdefault(state.weight_history.shape[1], []).append(index)
@@ -215,6 +224,13 @@ def roll_together(
                 _roll(*arguments)
             else:
                 _roll_natively(native, length, *arguments)
+
+
+def _begin_anew(states: Sequence[DelayedState], weight_bits: Sequence[Tensor]) -> None:
+    """Clear the histories of weights whose maximum is not the newest."""
+    for state, bits in zip(states, weight_bits, strict=True):
+        history = state.weight_history
+        history.mul_((history[:, -1] == bits.view(torch.float32))[:, None])
 
 
 def _checked(given: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:

@@ -23,7 +23,15 @@ from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.checkpoint.tools.torch_file import to_torch
 from megafsdp.errors import CheckpointError
 from megafsdp.quantize.recipes import RECIPE_NAMES
-from tests.fsdp.torch_sharded import batch, mesh_of, new_model, shard, sharded, shards_of
+from tests.fsdp.torch_sharded import (
+    assert_codes_of,
+    batch,
+    mesh_of,
+    new_model,
+    shard,
+    sharded,
+    shards_of,
+)
 from tests.ranks import Ranks
 
 # Each of 4, 2, 3 and 1 ranks has whole tiles of 128 rows.
@@ -181,6 +189,8 @@ def _interchange(recipe: str, root: Path) -> None:
     checkpoint.load(root / "engine", model=other, optimizer=others, strict="none")
     if recipe == "fp8_delayed":
         # Histories are not in it: scales begin anew.
+        for name in shards_of(other):
+            assert_codes_of(other.get_parameter(name), full[name], recipe)
         return
     for parameter, mine in zip(other.parameters(), model.parameters(), strict=True):
         found, expected = others.state[parameter], optimizer.state[mine]

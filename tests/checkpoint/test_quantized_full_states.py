@@ -54,8 +54,7 @@ def _set_full(recipe: str, num_ranks: int, is_from_first: bool) -> None:
     for name, each in shards_of(model).items():
         parameter = model.get_parameter(name)
         assert each.main is not None
-        if recipe != "fp8_delayed":
-            assert_codes_of(parameter, given[name].float(), recipe)
+        assert_codes_of(parameter, given[name].float(), recipe)
     # The next step goes on from them, without a word on codes that overtook main weights.
     model(batch()).sum().backward()
     optimizer.step()

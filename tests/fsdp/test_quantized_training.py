@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
-from megafsdp import full_state_dict, load_full_state_dict, materialize
+from megafsdp import full_state_dict, load_full_state_dict, materialize, summon_full_params
 from megafsdp.buffer.comm.collectives import all_reduce, record_collectives
 from megafsdp.fsdp.weight_sync import roll_histories
 from megafsdp.quantize.delayed import DelayedState
@@ -24,6 +25,7 @@ from tests.fsdp.quantized import (
     optimizer_of,
     options_of,
     policy_for,
+    quantize,
     quantize_layers,
     quantized_parameters,
     recipe_for,
@@ -256,6 +258,46 @@ def test_the_weights_of_linears_are_quantized_and_count(ranks: Ranks) -> None:
     for name in RECIPES:
         num = 5 if name == "fp8_block" else 4
         assert ranks(2).run(_is_quantized, name) == [(num, False)] * 2
+
+
+def _by_load(net: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    load_full_state_dict(net, values)
+
+
+def _by_torch(net: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    set_model_state_dict(net, values, options=StateDictOptions(full_state_dict=True))
+
+
+def _by_hand(net: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(100)
+
+
+def _takes_larger_weights(layout: str, name: str) -> None:
+    recipe = recipe_for(name, "all")
+    for write in (_by_load, _by_torch, _by_hand):
+        net = shard(Net(), policy_for(recipe), **options_of(layout))
+        # Histories of the weights that are discarded, the last of which no forward has read.
+        train(net, 2)
+        values = {key: 100 * value for key, value in full_state_dict(net).items()}
+        write(net, dict(values))
+        with torch.no_grad():
+            net(batch(9, 0, dist.get_rank()))
+        with summon_full_params(net):
+            for key, (_, record) in quantized_parameters(net).items():
+                wanted = quantize(values[key].bfloat16(), recipe)
+                assert torch.equal(record.unsharded.codes, wanted.codes), (write, key)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("zero3", "fp8_delayed"), ("hfsdp 1x2", "fp8_delayed"), ("zero3", "mxfp8")]
+)
+def test_weights_that_no_step_has_made_are_not_clamped(
+    ranks: Ranks, layout: str, name: str
+) -> None:
+    """Set by us, by torch or by hand, they are a hundred times larger, and so are their scales."""
+    ranks(2).run(_takes_larger_weights, layout, name)
 
 
 def _histories(net: nn.Module) -> dict[str, DelayedState]:

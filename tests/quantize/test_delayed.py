@@ -89,6 +89,21 @@ def test_unchanged_weights_are_recorded_once() -> None:
     assert state.input_history.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_weights_that_no_step_has_made_begin_a_new_history(wrong: float) -> None:
+    """Each matrix by itself, at once; one whose maximum is the newest keeps its history."""
+    state = DelayedState(3, num_matrices=3)
+    for maxima in ((3.0, 3.0, 3.0), (4.0, 5.0, 4.0)):
+        state.roll(_bits(*maxima), _bits(1.0, 1.0))
+    roll_together([state], [_bits(90.0, 5.0, wrong)], [_bits(0.0, 0.0)], is_step=False)
+    assert state.weight_history.tolist() == [[0.0, 0.0, 90.0], [0.0, 3.0, 5.0], [0.0] * 3]
+    assert _values(state.weight_maximum())[:2] == [90.0, 3.0]
+    assert math.isnan(_values(state.weight_maximum())[2])
+    assert state.input_history.tolist() == [0.0, 1.0, 1.0]
+    state.roll(_bits(91.0, 6.0, 2.0), _bits(0.0, 0.0))
+    assert _values(state.weight_maximum()) == [90.0, 5.0, 2.0]
+
+
 def test_recorded_maxima_wait_for_the_roll() -> None:
     """The largest of all is pending, scales do not move before, and a roll forgets it."""
     state = DelayedState(4)

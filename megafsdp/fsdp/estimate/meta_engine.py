@@ -259,7 +259,7 @@ class MetaEngine:
             for group in unit.groups:
                 # Frozen groups are in no optimizer.
                 if group.is_trainable:
-                    group.mark_stale()
+                    group.mark_stale(is_step=True)
                     if group.is_moved:
                         group.start_copy()
                         group.compute_weight.mark_encoded()

@@ -117,6 +117,7 @@ class GatheredWeight:
 
     Attributes:
         is_stale: Whether the main weight has changed since the last refresh.
+        is_set: Whether something else than steps has changed it since, such as a load.
         label: FQN of the unit, for counters and profilers.
         stays_gathered: The argument.
     """
@@ -133,7 +134,7 @@ class GatheredWeight:
         on_copy_stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         # Before the first use there is nothing to read.
-        self.is_stale = True
+        self.is_stale = self.is_set = True
         self.label = ""
         self.stays_gathered = stays_gathered
         self._full, self._source, self._buffers = full, source, buffers
@@ -190,7 +191,7 @@ class GatheredWeight:
         Local, unless the outer axis divides the main weight: then the gather of the pieces is
         issued, a collective over the outer axis.
         """
-        self.is_stale = False
+        self.is_stale = self.is_set = False
         # A full buffer with memory is gathered again, too.
         self._is_outdated = True
         # It was cut from a gather of the old main weight.

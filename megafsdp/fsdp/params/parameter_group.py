@@ -495,20 +495,21 @@ class ParameterGroup:
         """Return whether full storage is allocated that is not persistent."""
         return self.compute_weight.is_unsharded
 
-    def mark_stale(self) -> None:
-        """Note that main weights changed: the next unshard refreshes, once."""
+    def mark_stale(self, *, is_step: bool = False) -> None:
+        """Note that main weights changed, by a step or otherwise: the next unshard refreshes."""
         self.num_marks += 1
-        self._mark_changed()
+        self._mark_changed(is_step)
 
     @property
     def num_changes(self) -> int:
         """Return a count that rises with each change marked or found on this rank."""
         return self.num_marks + self._num_writes
 
-    def _mark_changed(self) -> None:
+    def _mark_changed(self, is_step: bool = False) -> None:
         # A step may write on some ranks only. On those mark_stale_if_written() must not find the
         # same writes again: all ranks would not gather alike.
         self._num_writes = self._count_writes()
+        self.compute_weight.is_set |= not is_step
         self.compute_weight.mark_stale()
 
     def mark_stale_if_written(self) -> None:

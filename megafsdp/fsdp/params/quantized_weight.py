@@ -107,19 +107,20 @@ class WeightScales:
         if self.has_pending:
             pending.copy_(torch.cat([state.pending() for state in self.states]))
 
-    def take_maxima(self, combined: torch.Tensor, *, is_stale: bool) -> None:
+    def take_maxima(self, combined: torch.Tensor, *, is_stale: bool, is_step: bool = True) -> None:
         """Roll the histories, and fill the tables of weights that have changed.
 
         Args:
             combined: What :meth:`add_maxima` wrote, its maximum over ranks.
             is_stale: As there.
+            is_step: Whether a step has changed the weights, if they have changed.
         """
         *maxima, pending = self._split(combined)
         if self.states:
             if not self.has_pending:
                 pending = pending.new_zeros(NUM_PENDING * len(self.states))
             # Zeros of weights that have not changed leave their history alone.
-            roll_together(self.states, maxima, pending.split(NUM_PENDING))
+            roll_together(self.states, maxima, pending.split(NUM_PENDING), is_step=is_step)
             maxima = [state.weight_maximum() for state in self.states]
         if is_stale:
             self._maxima = maxima
@@ -232,7 +233,7 @@ class QuantizedWeight(GatheredWeight):
         """Encode the weights if they have changed, by maxima over all ranks; as :meth:`refresh`."""
         # Read first: the refresh clears it.
         is_stale = self.is_stale
-        self.scales.take_maxima(combined, is_stale=is_stale)
+        self.scales.take_maxima(combined, is_stale=is_stale, is_step=not self.is_set)
         if is_stale:
             self.refresh()
             self.scales.forget_maxima()

@@ -156,7 +156,9 @@ class _Encoding:
 
 
 @torch.no_grad()
-def encode_main_weights(shards: Sequence[QuantizedShard], *, has_recorded: bool = True) -> None:
+def encode_main_weights(
+    shards: Sequence[QuantizedShard], *, has_recorded: bool = True, is_step: bool = False
+) -> None:
     """Make codes and scales of parameters from their main weights.
 
     Collective over the ranks that have rows under one scale: one all-reduce for all parameters of
@@ -166,6 +168,7 @@ def encode_main_weights(shards: Sequence[QuantizedShard], *, has_recorded: bool 
     Args:
         shards: The parameters, the same on all ranks in the same order.
         has_recorded: Whether layers may have recorded something on some rank.
+        is_step: Whether a step has made the main weights.
     """
     # Before anything reads main weights: codes of a load would be overwritten by older values.
     adopt_loaded_codes(shards)
@@ -176,7 +179,7 @@ def encode_main_weights(shards: Sequence[QuantizedShard], *, has_recorded: bool 
     # What begins with the same ranks is combined over them together.
     for first in dict.fromkeys(groups[:1] for groups in by_groups):
         together = {groups: found for groups, found in by_groups.items() if groups[:1] == first}
-        _encode_together(first, together, has_recorded)
+        _encode_together(first, together, has_recorded, is_step)
     for shard in shards:
         require_main_weight(shard).note_encoded()
 
@@ -185,6 +188,7 @@ def _encode_together(
     first: tuple[dist.ProcessGroup, ...],
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]],
     has_recorded: bool,
+    is_step: bool,
 ) -> None:
     every = [encoding for found in by_groups.values() for encoding in found]
     device = every[0].layout.values.device
@@ -212,7 +216,7 @@ def _encode_together(
     take_largest_together(combined, first, numels)
     if has_recorded:
         _combine_recorded([each for each, _ in delayed])
-    _roll(delayed)
+    _roll(delayed, is_step)
     # In place: the buffers are what torch gathers and what flat aliases show.
     for form, found in by_format.items():
         maxima = [each.maxima for each in found]
@@ -229,15 +233,16 @@ def _delayed(every: Sequence[_Encoding]) -> list[tuple[_Encoding, DelayedState]]
     return [(each, state) for each, state in found if state is not None]
 
 
-def _roll(delayed: Sequence[tuple[_Encoding, DelayedState]]) -> None:
+def _roll(delayed: Sequence[tuple[_Encoding, DelayedState]], is_step: bool) -> None:
     """Note combined maxima in the histories, and use what scales are made from."""
     # Equal on all ranks that read one scale: histories part ways otherwise.
     roll_together(
         [state for _, state in delayed],
         [each.maxima for each, _ in delayed],
         [each.pending for each, _ in delayed],
+        is_step=is_step,
     )
-    # What the histories give, which is the newest maximum of the first step alone.
+    # What the histories give, which is the newest maximum of the first step and of loads alone.
     for each, state in delayed:
         each.maxima = state.weight_maximum()
 

@@ -387,7 +387,7 @@ class FusedAdam(Optimizer):
         # collective, so all ranks must agree on it.
         for plan in self._plans.values():
             for owner in plan.owners():
-                owner.mark_stale()
+                owner.mark_stale(is_step=True)
         # After the marks: where a kernel has written the cast too, this takes the mark back.
         adam_pass.finish()
         # Those without gradients too: ranks combine the maxima of all.

@@ -72,10 +72,10 @@ def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def encode_quantized(parameters: Iterable[torch.Tensor]) -> None:
-    """Make the codes of all quantized parameters among these; one all-reduce or none.
+    """Make the codes of all quantized parameters that were stepped; one all-reduce or none.
 
     Collective over the ranks that have rows of them, in the same order.
     """
     shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
     if shards:
-        encode_main_weights(shards)
+        encode_main_weights(shards, is_step=True)
