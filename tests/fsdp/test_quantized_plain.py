@@ -154,6 +154,33 @@ def test_codes_that_were_loaded_are_copied_as_values_too(copied: Callable[[Both]
         assert torch.equal(main, other.decode(torch.float32))
 
 
+def _state_dicts(both: Both) -> Both:
+    stream = io.BytesIO()
+    torch.save([each.state_dict() for each in both], stream)
+    stream.seek(0)
+    model = megafsdp.quantize_(new_model(), "fp8_block")
+    made = model, FusedAdam(model.parameters(), lr=0.0)
+    for each, state in zip(made, torch.load(stream, weights_only=True), strict=True):
+        each.load_state_dict(state)
+    return made
+
+
+@pytest.mark.parametrize("copied", [*_COPIES, _state_dicts])
+def test_copies_after_codes_were_loaded_are_not_undone(copied: Callable[[Both], Both]) -> None:
+    """The optimizer has main weights of before, which no copy of it brings back."""
+    best = copy.deepcopy(_trained("fp8_block")[0].state_dict())
+    both = _trained("fp8_block")
+    _train(*both, range(3, 9))
+    both[0].load_state_dict(best)
+    model, optimizer = copied(both)
+    optimizer.param_groups[0]["lr"] = 0.0
+    _train(model, optimizer, range(1))
+    for name, each in shards_of(model).items():
+        wanted = best[name].decode(torch.float32)
+        assert torch.equal(each.main.values, wanted), name
+        assert torch.equal(each.decode(torch.float32), wanted), name
+
+
 def test_state_dicts_have_no_main_weights() -> None:
     """Files of them have a byte an element and the scales, not five."""
     model = megafsdp.quantize_(new_model(), "mxfp8")

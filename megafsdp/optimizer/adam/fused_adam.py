@@ -52,7 +52,7 @@ from megafsdp.optimizer.states.loading import (
     fill_options,
     packed_parameters,
 )
-from megafsdp.optimizer.states.quantized import encode_quantized
+from megafsdp.optimizer.states.quantized import encode_quantized, update_main_weight
 from megafsdp.optimizer.states.store import OF_WEIGHTS, STATES, StateStore
 
 _COPIED = (
@@ -506,6 +506,7 @@ class FusedAdam(Optimizer):
 
     def _portable_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self.state[parameter]
+        update_main_weight(parameter, state)
         kept = {name: state[name] for name in OF_WEIGHTS if name in state}
         return self._store.full_precision(parameter, state) | kept
 

@@ -71,6 +71,16 @@ def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     state[MAIN_WEIGHT] = wrap_like(parameter, values)
 
 
+def update_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Give a shown main weight the values of codes that were loaded since; local.
+
+    A copy of the states would else undo that load. A copy of a parameter keeps what it has.
+    """
+    shard = shard_of(parameter)
+    if MAIN_WEIGHT in state and shard is not None and shard.main is not None:
+        prepare_main_weight(parameter, state)
+
+
 def encode_quantized(parameters: Iterable[torch.Tensor]) -> None:
     """Make the codes of all quantized parameters that were stepped; one all-reduce or none.
 
