@@ -326,15 +326,17 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     return untraced_frame(run)
 
 
-def refuse_graphs(tensor: torch.Tensor) -> None:
+def refuse_graphs(tensor: torch.Tensor, reason: str) -> None:
     """Have ``torch.compile`` end its graph before the operator that it tries on this tensor.
 
     For operators of tensor subclasses, which the compiler runs once without values and then puts
-    into the graph: a read of a value makes it give up. ``fullgraph=True`` raises. Public: none; a
-    graph break of ``torch.compiler`` works in traced code alone. 2.11 to 2.13.
+    into the graph, unless this error says that it cannot run them so. ``fullgraph=True`` raises,
+    with the reason. Public: none; a graph break of ``torch.compiler`` works in traced code alone.
+    2.11 to 2.13.
     """
     if torch.compiler.is_compiling() and type(tensor) is not torch.Tensor:
-        tensor.new_zeros(()).item()
+        # It only shows what is unsupported.
+        raise torch._subclasses.fake_tensor.UnsupportedOperatorException(reason)  # type: ignore[arg-type]
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

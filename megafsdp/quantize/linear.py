@@ -83,7 +83,8 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     is_quantized = weight.recipe.input is not None and x.numel() > 0
     if is_quantized and (weight.recipe.history or weight.recipe.has_stochastic_rounding):
         # A graph would have neither histories nor a seed that is new in each step.
-        refuse_graphs(x)
+        reason = f"a linear of the recipe '{weight.recipe.name}', whose histories or random numbers"
+        refuse_graphs(x, f"{reason} a graph cannot have; leave out fullgraph=True")
     if not torch.is_grad_enabled():
         if is_quantized:
             return _quantized_output(x, weight, bias)

@@ -215,6 +215,20 @@ def test_a_compiled_model_computes_what_it_does_without(recipe: str) -> None:
         assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_one_graph_is_refused_for_histories_and_random_numbers(recipe: str) -> None:
+    """The error names the recipe; of weights alone there is one graph."""
+    torch._dynamo.reset()
+    model = megafsdp.quantize_(nn.Linear(64, 64, bias=False), recipe)
+    x = torch.ones(16, 64)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"linear of the recipe '{recipe}'"):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    alone = recipe_of(recipe, quantize_activations=False)
+    model = megafsdp.quantize_(nn.Linear(64, 64, bias=False), alone)
+    found = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert torch.equal(found, model(x))
+
+
 def _ddp() -> None:
     def build(*, is_quantized: bool) -> tuple[nn.Module, FusedAdam]:
         model = new_model()
