@@ -425,6 +425,17 @@ def _grouped(
 
 
 def _set_data(tensor: QuantizedTensor, value: Tensor) -> None:
+    if value.dtype != tensor.dtype:
+        # As module.half() and module.to(dtype) do.
+        raise RuntimeError(
+            expected(
+                f"a quantized weight that stays in {tensor.dtype}",
+                f"a cast to {value.dtype}",
+                where=f"'{tensor.fqn}' of shape {tuple(tensor.shape)}",
+                hint="Cast the model before quantize_() or fully_shard(). Parameters before this "
+                "one are cast already: build the model anew",
+            )
+        )
     raise tensor.refusal("an assignment to .data")
 
 

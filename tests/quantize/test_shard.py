@@ -283,8 +283,18 @@ def test_other_writes_raise_and_change_nothing(recipe: str) -> None:
         with pytest.raises(RuntimeError, match=_CURE):
             weight[0] = 1.0
     with pytest.raises(RuntimeError, match=_CURE):
-        weight.data = torch.zeros(ROWS, COLS)
+        weight.data = torch.zeros(ROWS, COLS, dtype=weight.dtype)
     assert isinstance(before, QuantizedShard) and _same_bytes(weight, before)
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float, lambda m: m.to(torch.half)])
+def test_casts_of_a_plain_model_are_refused_as_such(cast: Callable[[nn.Module], object]) -> None:
+    """The weight is left as it is."""
+    model = megafsdp.quantize_(nn.Linear(COLS, 128, bias=False).bfloat16(), "mxfp8")
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"a cast to torch.*Cast the model before quantize_"):
+        cast(model)
+    assert isinstance(before, QuantizedShard) and _same_bytes(model.weight, before)
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
