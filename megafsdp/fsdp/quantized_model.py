@@ -153,7 +153,7 @@ def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = No
 
     Raises:
         ValueError: A name is not of a quantized parameter, or a tensor has another shape or
-            placement; nothing is changed.
+            placement, or no floating-point dtype; nothing is changed.
     """
     parameters = quantized_parameters(model)
     shards = {name: s for name, p in parameters.items() if (s := shard_of(p)) is not None}
@@ -184,6 +184,15 @@ def _own_rows(name: str, parameter: nn.Parameter, given: torch.Tensor) -> torch.
     """Return this rank's rows of values for a parameter; refuse by what all ranks know."""
     own = local_object(parameter)
     is_cut = isinstance(parameter, DTensor)
+    if not given.is_floating_point():
+        raise ValueError(
+            expected(
+                "values of a floating-point dtype",
+                given.dtype,
+                where=f"'{name}' in {_VALUES}",
+                hint="Pass decoded values, not codes",
+            )
+        )
     if isinstance(given, DTensor) and isinstance(parameter, DTensor):
         is_alike = given.device_mesh == parameter.device_mesh
         if is_alike and (given.placements, given.shape) == (parameter.placements, parameter.shape):

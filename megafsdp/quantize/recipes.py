@@ -109,12 +109,12 @@ def recipe_of(
     Raises:
         ValueError: There is no recipe of this name; lists those there are.
     """
-    if isinstance(recipe, str):
+    if not isinstance(recipe, QuantizationRecipe):
         if recipe not in _RECIPES:
             raise ValueError(
                 expected(
                     f"one of the recipes {', '.join(RECIPE_NAMES)}",
-                    f"'{recipe}'",
+                    repr(recipe),
                     where="the recipe of quantized weights",
                     hint="Name one of these, or give a QuantizationRecipe",
                 )

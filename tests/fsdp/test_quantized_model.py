@@ -492,6 +492,8 @@ def _wrong_times() -> None:
         megafsdp.requantize_(model, {"1.weight": torch.zeros(256)})
     with pytest.raises(ValueError, match="a DTensor like the parameter"):
         megafsdp.requantize_(model, {"3.weight": torch.zeros(128, 256)})
+    with pytest.raises(ValueError, match=r"a floating-point dtype, got torch.int32.*'3.weight'"):
+        megafsdp.requantize_(model, {"3.weight": torch.zeros(256, 256, dtype=torch.int32)})
     assert torch.equal(shards_of(model)["3.weight"].codes, codes)
     with pytest.raises(ValueError, match=r"shows none.*megafsdp.quantize_\(\) first"):
         megafsdp.requantize_(new_model(), {"3.weight": torch.zeros(256, 256)})

@@ -39,6 +39,8 @@ def test_an_unknown_recipe_is_refused_by_a_list_of_those_there_are() -> None:
     """The message names all five, and what was asked for."""
     with pytest.raises(ValueError, match=r"fp8_current, fp8_delayed.*nvfp4, got 'int3'"):
         recipe_of("int3")
+    with pytest.raises(ValueError, match=r"one of the recipes .* got None"):
+        recipe_of(None)  # type: ignore[arg-type]
     own = QuantizationRecipe("own", recipe_of("mxfp8").weight, None, None)
     assert recipe_of(own) is own
 
