@@ -10,6 +10,7 @@ object is made once. No layer is converted: it is the tensor that sees what is d
 | ``F.grouped_mm(x, w.transpose(1, 2), offs=...)`` with a stack | decodes in forward and backward |
 | ``detach``, ``alias``, a view of the same shape | another object over the same buffers |
 | of a stack: ``transpose(1, 2)``, ``w[i]``, ``unbind(0)`` | the same; linears on ``w[i]`` decode |
+| ``record_stream`` | that of the buffers |
 | any other operator | computes with decoded values; its gradient is dense |
 | an operator that writes, ``w[...] = x``, ``w.data = x`` | RuntimeError, nothing is changed |
 
@@ -196,6 +197,12 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         """Keep what stays quantized, refuse to write, and compute the rest with decoded values."""
         kwargs = kwargs or {}
+        if func is _aten.record_stream.default:
+            # By its schema a write; it only delays the reuse of memory, which the buffers have.
+            tensor, stream = args
+            for buffer in (tensor.codes, tensor.table):
+                buffer.record_stream(stream)
+            return None
         keep = _KEPT.get(func)
         if keep is not None:
             kept = keep(*args, **kwargs)

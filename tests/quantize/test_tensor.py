@@ -136,6 +136,28 @@ def test_inference_mode_gives_what_no_grad_does(name: str) -> None:
         assert not found.is_inference()
 
 
+class _Noted(Tensor):
+    """Memory that notes which streams use it."""
+
+    streams: list[object]
+
+    def record_stream(self, stream: object) -> None:
+        """Note it."""
+        self.streams.append(stream)
+
+
+def test_streams_are_recorded_for_codes_and_scales() -> None:
+    """Memory of a weight that another stream reads is not given away before."""
+    weight, stream = quantized(torch.ones(64, 32), "mxfp8").detach(), torch.Stream(device="cpu")
+    assert isinstance(weight, QuantizedTensor)
+    for name in ("codes", "table"):
+        noted = getattr(weight, name).as_subclass(_Noted)
+        noted.streams = []
+        setattr(weight, name, noted)
+    weight.record_stream(stream)
+    assert [each.streams for each in (weight.codes, weight.table)] == [[stream]] * 2  # type: ignore[attr-defined]
+
+
 def _assign_data(weight: Tensor) -> None:
     weight.data = torch.zeros(64, 32, dtype=weight.dtype)
 
