@@ -128,7 +128,8 @@ class TwoLevelScaling:
     """One e4m3 scale a tile in units of one fp32 maximum a matrix: NVFP4.
 
     The table is the matrices' maxima, fp32, then the tiles' scales, a byte each. A matrix whose
-    maximum is beyond the largest fp32 over 448 decodes to infinities.
+    maximum is beyond the largest fp32 over 448 decodes to infinities. One whose maximum is below
+    7.9e-36 decodes to smaller values, since factors are at most the largest fp32: at 1e-37 to 1 %.
     """
 
     @property

@@ -438,6 +438,9 @@ class FusedAdam(Optimizer):
         in the files of either what the other asks for; ``bias_correction`` is there if it is off.
         With ``store_param_remainders`` the remainders are there too, in int16, and of quantized
         parameters the main weights, ``main_param``.
+
+        Moments that are not kept in fp32 are copies: what ``dcp.load`` writes to them must be given
+        to :meth:`load_state_dict`.
         """
 
         def make_portable(_: Optimizer, packed: dict[str, Any]) -> None:
