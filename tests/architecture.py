@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     # On top of all others: bridges to other libraries, and the keywords of one.
     "integrations": frozenset({"checkpoint", "fsdp", "optimizer"}),
-    "megatron": frozenset({"fsdp", "mesh"}),
+    "megatron": frozenset({"fsdp", "mesh", "optimizer"}),
     # python -m megafsdp.
     "__main__": frozenset({"training"}),
 }

@@ -191,7 +191,24 @@ def _program(directory: str) -> dict[str, torch.Tensor]:
     states = names["optimizer"].state_dict()["state"]
     assert {state["step"].item() for state in states.values()} == {1.0}
     assert dist.get_world_size() == 2
+    _resume(block, names)
     return stepped
+
+
+def _resume(block: str, names: dict[str, Any]) -> None:
+    """Load the program's checkpoint as another process does, and compare one more step of both."""
+    fresh: dict[str, Any] = {}
+    exec(block[: block.index("output =")].replace("manual_seed(0)", "manual_seed(1)"), fresh)
+    exec("import torch.distributed.checkpoint as dcp\n" + block[block.index("state =") :], fresh)
+    for each in (names, fresh):
+        each["model"](names["source"], names["source"]).sum().backward()
+        each["optimizer"].step()
+    states, own = (each["optimizer"].state_dict()["state"] for each in (names, fresh))
+    assert states.keys() == own.keys()
+    assert {state["step"].item() for state in own.values()} == {2.0}
+    expected = full_state_dict(names["model"])
+    for name, tensor in full_state_dict(fresh["model"]).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 # torch says so of any Transformer whose layers it cannot pack.
