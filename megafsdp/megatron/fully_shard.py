@@ -6,6 +6,7 @@ for what happens anyway, and is refused otherwise (:mod:`megafsdp.megatron.refus
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,9 +26,12 @@ from megafsdp.fsdp.weight_sync import optimizers_follow
 from megafsdp.megatron.keywords import MegatronKeywords, MixedPrecisionPolicy
 from megafsdp.megatron.refusals import check_names, check_values, refuse_methods
 from megafsdp.mesh.annotation import annotate, annotation_of
+from megafsdp.optimizer.states.beginning import make_states
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_LOGGER = logging.getLogger("megafsdp.megatron")
 
 _GROUPS = ("hybrid_fsdp_group", "hybrid_fsdp_expt_group")
 
@@ -84,17 +88,25 @@ def fully_shard_model(
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
-    """Check that an optimizer has sharded parameters, and return it unchanged.
+    """Check that an optimizer has sharded parameters, make its states, and return it; local.
 
     Args:
         optimizer: Any optimizer over the parameters of a sharded model. Its ``step`` and
             ``zero_grad`` stay its own, without Megatron-FSDP's further arguments.
-        preproc_state_dict_for_dcp_ckpt: Either value: state dicts need no preparation.
+        preproc_state_dict_for_dcp_ckpt: Make the states with which the first step begins, so that
+            ``torch.distributed.checkpoint.load`` finds them in the ``state_dict``. Where they are
+            not known, a warning is logged. False leaves them to the first step.
 
     Raises:
         ValueError: A parameter is the original that sharding has replaced.
     """
-    return check_optimizer(optimizer)
+    check_optimizer(optimizer)
+    if preproc_state_dict_for_dcp_ckpt:
+        try:
+            make_states(optimizer)
+        except NotImplementedError as error:
+            _LOGGER.warning("%s", error)
+    return optimizer
 
 
 def fully_shard(
@@ -121,7 +133,8 @@ def fully_shard(
     """
     with optimizers_follow(module, [optimizer]):
         model = fully_shard_model(module, device_mesh, **keywords)
-    return model, fully_shard_optimizer(optimizer)
+    prepares = keywords.get("preproc_state_dict_for_dcp_ckpt", True)
+    return model, fully_shard_optimizer(optimizer, prepares)
 
 
 def _meshes(
@@ -203,9 +216,10 @@ def _policy_of(policy: object, module: nn.Module) -> Any:
 
 
 def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: MegatronKeywords) -> None:
-    """Move a model, and declare its experts, as Megatron-core marks them.
+    """Move a model, and declare its experts, as Megatron-core marks or Megatron-FSDP names them.
 
     Raises:
+        ValueError: A mesh of experts is given, and no parameter is one of an expert.
         NotImplementedError: Megatron-core's tensor parallelism has cut a parameter.
     """
     tp_dim, device = keywords.get("tp_dim"), keywords.get("device")
@@ -222,10 +236,25 @@ def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: Megatr
                         hint="Use layers of megafsdp.parallel or torch's parallelize_module()",
                     )
                 )
-    if device is not None and not keywords.get("init_model_with_meta_device"):
-        module.to(device)
-    for parameter in module.parameters():
-        if not getattr(parameter, "allreduce", True):
-            known = annotation_of(parameter)
+    has_mesh = keywords.get("expt_device_mesh") is not None
+    num_experts = 0
+    for name, parameter in module.named_parameters():
+        known = annotation_of(parameter)
+        # Megatron-FSDP knows experts by their names.
+        is_named = has_mesh and ".experts." in f".{name}"
+        if known.is_expert or is_named or not getattr(parameter, "allreduce", True):
+            num_experts += 1
             facts = {field.name: getattr(known, field.name) for field in fields(known)}
             annotate(parameter, **facts | {"is_expert": True})
+    if has_mesh and not num_experts:
+        raise ValueError(
+            expected(
+                "parameters of experts: below a module named 'experts', with allreduce=False, or "
+                "with annotate(parameter, is_expert=True)",
+                "none",
+                where=f"fully_shard_model() on {type(module).__name__}, with expt_device_mesh",
+                hint="Name or mark them, or leave expt_device_mesh out",
+            )
+        )
+    if device is not None and not keywords.get("init_model_with_meta_device"):
+        module.to(device)

@@ -83,7 +83,7 @@ class MegatronKeywords(TypedDict, total=False):
         overlap_grad_reduce: Refused if False.
         overlap_param_gather: False gathers each unit when it runs.
         sync_model_each_microbatch: Refused if False.
-        preproc_state_dict_for_dcp_ckpt: Either value: state dicts need no preparation.
+        preproc_state_dict_for_dcp_ckpt: Of ``fully_shard``: make the optimizer's states at once.
         check_for_nan_in_grad: Refused if True.
         report_nan_in_param_grad: Refused if True.
         average_in_collective: Either value: gradients are the mean.

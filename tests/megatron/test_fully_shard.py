@@ -164,6 +164,33 @@ def test_every_keyword_is_translated(ranks: Ranks) -> None:
     assert ranks(4).run(_translated)[0] > 20
 
 
+class _Expert(nn.Module):
+    """A block whose rows are named as an expert's; a shared one's are not."""
+
+    def __init__(self, expert_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+        self.shared_experts = nn.Linear(4, 4, bias=False)
+        rows = torch.full((4, 4), float(dist.get_rank()))
+        part = DTensor.from_local(rows, expert_mesh["ep"], [Shard(0)])
+        self.experts[0].weight = nn.Parameter(part)
+
+
+def _experts_by_name() -> list[bool]:
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    whole = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    keywords: Keywords = {"device_mesh": whole, "dp_shard_dim": "dp", "expt_device_mesh": experts}
+    model = megatron.fully_shard_model(_Expert(experts), **keywords)
+    rows = model.experts[0].weight.to_local()
+    assert torch.equal(rows, torch.full((4, 4), float(dist.get_rank())))
+    return [group.axes.is_expert for unit in units_below([model]).values() for group in unit.groups]
+
+
+def test_experts_are_known_by_their_names(ranks: Ranks) -> None:
+    """With a mesh of experts: each rank keeps its own, and no marks are needed."""
+    assert [sorted(found) for found in ranks(2).run(_experts_by_name)] == [[False, True]] * 2
+
+
 def _main_weights_in_the_models_dtype() -> list[torch.dtype]:
     policy = OWN_DTYPE
     model = megatron.fully_shard_model(Net().bfloat16(), mixed_precision_policy=policy)
@@ -292,6 +319,12 @@ def _bad_meshes() -> None:
         megatron.fully_shard_model(
             shared, mesh["outer"], expt_device_mesh=mesh["inner"], fsdp_unit_modules=[]
         )
+    by_name = nn.Sequential()
+    by_name.experts = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"experts\.0\.weight.*ParallelDims\.build"):
+        megatron.fully_shard_model(by_name, mesh["outer"], expt_device_mesh=mesh["inner"])
+    with pytest.raises(ValueError, match=r"a module named 'experts'.*leave expt_device_mesh out"):
+        megatron.fully_shard_model(Net(), mesh["outer"], expt_device_mesh=mesh["outer"])
     # Megatron-core marks parameters so for one rank of tensor parallelism too.
     megatron.fully_shard_model(cut, device_mesh=mesh, dp_shard_dim="outer", tp_dim="inner")
 

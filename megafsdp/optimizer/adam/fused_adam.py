@@ -517,6 +517,15 @@ class FusedAdam(Optimizer):
         """Bring a parameter's loaded states, found in :attr:`state`, into the form kept."""
         self._store.prepare(parameter, self.state[parameter])
 
+    def make_states(self) -> None:
+        """Give each trainable parameter the states with which its first step begins; local.
+
+        For loads that fill states in place and find no others. States that are there stay.
+        """
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.requires_grad:
+                self._take_over(parameter)
+
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states as checkpoints store them: moments in fp32; local.
 

@@ -171,6 +171,28 @@ class Muon(Optimizer):
                 elif isinstance(value, torch.Tensor):
                     state[name] = value.clone()
 
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Give each trainable parameter the states with which its first step begins; local.
+
+        For loads that fill states in place and find no others. States that are there stay.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self._make_state(parameter, group)
+
+    def _make_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        # Those of the other rule may be there, from a checkpoint or another use_muon.
+        names = ("momentum_buffer",) if is_for_muon(parameter, group) else _MOMENTS
+        if names[-1] in self.state[parameter]:
+            return
+        state = {}
+        if names is _MOMENTS:
+            # adamw() reads the count on the host: one on a device would make each step wait.
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.state[parameter] = state | {name: torch.zeros_like(parameter) for name in names}
+
     @without_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -198,9 +220,7 @@ class Muon(Optimizer):
             for parameter in matrices:
                 # Decay comes before the update, as in torch; the rounds below only add to weights.
                 local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                # AdamW's states may be there, from a checkpoint or another use_muon.
-                if "momentum_buffer" not in self.state[parameter]:
-                    self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+                self._make_state(parameter, group)
             stepped += [(p, group) for p in matrices]
         for plan in self._plans_of(stepped).values():
             for each in plan.rounds:
@@ -278,11 +298,7 @@ class Muon(Optimizer):
         """Step parameters by torch's AdamW on their local rows."""
         lists: list[list[torch.Tensor]] = [[], [], [], [], []]
         for parameter in parameters:
-            if "exp_avg_sq" not in self.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
-                # adamw() reads the count on the host: one on a device would make each step wait.
-                count = torch.zeros((), dtype=torch.float32, device="cpu")
-                self.state[parameter] = {"step": count, **moments}
+            self._make_state(parameter, group)
             state = self.state[parameter]
             # Local rows: dispatch of DTensors would cost more than the step.
             local = local_tensor(parameter)

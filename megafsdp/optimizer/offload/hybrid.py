@@ -56,6 +56,7 @@ from megafsdp.optimizer.offload.torch_optimizer import (
     TorchBucketStep,
     check_host_optimizer,
 )
+from megafsdp.optimizer.states.beginning import make_states
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import STATES
 
@@ -356,6 +357,24 @@ class HybridDeviceOptimizer(FusedAdam):
         """Return the names of the states that a parameter may have; None for any; local."""
         is_ours = self._host is None or not self._host.steps(parameter)
         return super().canonical_names(parameter) if is_ours else None
+
+    def make_states(self) -> None:
+        """Give each trainable parameter the states with which its first step begins; local.
+
+        Raises:
+            NotImplementedError: Another optimizer steps the host's part, and makes states only in
+                a step.
+        """
+        if self._host is None:
+            super().make_states()
+            return
+        # Its class decides: what it cannot do raises before any state is made.
+        make_states(self._host.optimizer)
+        for parameter in self._parameters():
+            if self._host.steps(parameter):
+                self._state[parameter] = self._host.shown_state(parameter)
+            elif parameter.requires_grad:
+                self._take_over(parameter)
 
     def _take_over(self, parameter: torch.Tensor) -> None:
         if self._host is None or not self._host.steps(parameter):
