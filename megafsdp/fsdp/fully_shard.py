@@ -182,7 +182,8 @@ def fully_shard_model(
     Args:
         model: The model, changed in place.
         fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
-            takes the model's ``_no_split_modules``, as Hugging Face models have it.
+            takes the model's ``_no_split_modules``, as Hugging Face models have it. The model's own
+            class alone makes it one unit.
         mp_policy: As for :func:`fully_shard`; names in it may be those of the whole model.
         mesh: This and the rest are as for :func:`fully_shard`, the same for all units.
         strategy: As for :func:`fully_shard`.
@@ -201,7 +202,7 @@ def fully_shard_model(
         ``model``.
 
     Raises:
-        ValueError: No class is named, no module below the model is of a named class, or a name in
+        ValueError: No class is named, no module of the model is of a named class, or a name in
             ``mp_policy`` matches nothing, or its recipe quantizes nothing.
         Exception: Whatever :func:`fully_shard` raises.
     """

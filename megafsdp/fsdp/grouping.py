@@ -98,22 +98,22 @@ def find_units(
     """Return the modules below a model that are of some classes, in the order of ``modules()``.
 
     Args:
-        model: Searched; never found itself.
+        model: Searched; never found itself, but its class may be the only one that is named.
         fsdp_unit_modules: As for ``fully_shard_model``.
 
     Raises:
-        ValueError: No class is named, or no module below the model is of a named class.
+        ValueError: No class is named, or neither the model nor a module below it is of one.
     """
     wanted = fsdp_unit_modules
     if wanted is None:
         wanted = sorted(getattr(model, "_no_split_modules", None) or ())
     # The model itself becomes the root, whatever its class.
     units = [m for m in model.modules() if m is not model and _is_one_of(m, wanted)]
-    if not units:
-        present = sorted({type(m).__name__ for m in model.modules() if m is not model})
+    if not units and not _is_one_of(model, wanted):
+        present = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
             expected(
-                "classes of modules below the model",
+                "classes of the model or of modules below it",
                 f"{[str(cls) for cls in wanted]}",
                 where=f"fully_shard_model() on {type(model).__name__}",
                 hint=f"Name classes among {present}",

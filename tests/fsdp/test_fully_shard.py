@@ -28,6 +28,7 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotate, annotation_of
 from tests.fsdp.toy import Block, Net, adamw, assert_same_parameters, batches, mine, pair, shard
 from tests.ranks import Ranks
@@ -243,7 +244,8 @@ def test_forwards_read_attributes_that_users_wrote_on_parameters(
 
 
 def _model_call() -> None:
-    by_class = fully_shard_model(Net(), [Block])
+    assert len(units_below([fully_shard_model(Net(), [Net])])) == 1
+    by_class = fully_shard_model(Net(), [Net, Block])
     by_name = fully_shard_model(Net(), ["Block"])
     by_dotted = fully_shard_model(Net(), ["tests.fsdp.toy.Block"])
     named = Net()
