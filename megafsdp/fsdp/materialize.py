@@ -71,7 +71,8 @@ def materialize(
     Args:
         model: A module with units below it that are all of its model's.
         initialize: Fills parameters and buffers of one module in place; None calls the module's
-            ``reset_parameters()`` if there is one.
+            ``reset_parameters()`` if there is one, or else, where it has tensors of its own, its
+            ``_reset_parameters()``.
 
     Returns:
         ``model``. Units' parameters stay the objects that they are; parameters outside of units,
@@ -115,13 +116,19 @@ def materialize(
 
 
 def _reset_parameters(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
+    reset = _initializer_of(module)
+    if reset is not None:
         reset()
 
 
-def _has_reset_parameters(module: nn.Module) -> bool:
-    return callable(getattr(module, "reset_parameters", None))
+def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
+    reset = getattr(module, "reset_parameters", None)
+    own = (*module._parameters.values(), *module._buffers.values())
+    # As torch's MultiheadAttention has it. Its Transformer, without tensors of its own, would draw
+    # those of all layers anew.
+    if reset is None and any(tensor is not None for tensor in own):
+        reset = getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 @dataclass(eq=False)
@@ -294,7 +301,7 @@ class _Walk:
     def _visit(self, module: nn.Module, unit: FSDPUnit | None) -> None:
         for child in module.children():
             self._visit(child, unit_of(child) or unit)
-        if self.initialize is _reset_parameters and not _has_reset_parameters(module):
+        if self.initialize is _reset_parameters and _initializer_of(module) is None:
             return
         part = list(_part_of_unit(module, unit))
         tensors = (t for m in part for t in [*m._parameters.values(), *m._buffers.values()])

@@ -76,7 +76,7 @@ class MegatronKeywords(TypedDict, total=False):
         zero_dp_strategy: What is divided, by name or stage of ZeRO.
         outer_dp_sharding_strategy: What the outer axis divides: "no_shard" or 0, "optim" or 1.
         device: Where the model is moved before it is sharded.
-        init_model_with_meta_device: Initialise by ``reset_parameters`` what is on the meta device.
+        init_model_with_meta_device: Initialise what is on the meta device, by ``materialize``.
         mixed_precision_policy: A policy of this module, of megafsdp or of torch.
         grad_reduce_in_fp32: Refused if False.
         preserve_fp32_weights: Refused if False.

@@ -257,6 +257,33 @@ def test_our_models_get_the_values_of_plain_construction(ranks: Ranks, architect
     ranks(2).run(_equals_construction, architecture)
 
 
+class _Attention(nn.Module):
+    """A layer of torch whose attention has ``_reset_parameters()`` alone."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16)
+        self.cross = nn.MultiheadAttention(8, 2, add_bias_kv=True, **sizes)
+        self.out = nn.Linear(8, 8)
+
+
+def _attention_of_torch(sizes: dict[str, int]) -> None:
+    torch.manual_seed(SEED)
+    reference = _Attention(**sizes)
+    for units in ([nn.TransformerEncoderLayer], [nn.MultiheadAttention], [nn.Linear]):
+        model = fully_shard_model(on_meta(lambda: _Attention(**sizes)), units)
+        torch.manual_seed(SEED)
+        assert_equal_state(materialize(model), reference)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}])
+def test_attention_of_torch_gets_the_values_of_construction(
+    ranks: Ranks, sizes: dict[str, int]
+) -> None:
+    """By its ``_reset_parameters()``, also where its last layer is a unit by itself."""
+    ranks(2).run(_attention_of_torch, sizes)
+
+
 SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
