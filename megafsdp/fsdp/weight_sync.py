@@ -40,6 +40,9 @@ from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
 from megafsdp.quantize.tensor import QuantizedTensor
 
+# Of torch, and their subclasses: they mix gradients into moments of the weights' dtype.
+_OF_ONE_DTYPE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+
 _before_loads: list[Callable[[], object]] = []
 
 
@@ -136,7 +139,8 @@ class _StepHooks:
 
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced.
-            NotImplementedError: The optimizer cannot step unevenly sharded parameters.
+            NotImplementedError: The optimizer cannot step unevenly sharded parameters, or with
+                gradients of their dtype.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ids = tuple(map(id, parameters))
@@ -147,6 +151,7 @@ class _StepHooks:
             if not isinstance(optimizer, SelfMarkingOptimizer):
                 fully_shard_optimizer(optimizer)
                 _refuse_optimizer(optimizer, parameters)
+                _refuse_grads(optimizer)
             # A dict, for an order that all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
@@ -184,6 +189,30 @@ def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) 
                 hint=cure,
             )
         )
+
+
+def _refuse_grads(optimizer: Optimizer) -> None:
+    """Raise before the first step of an optimizer that fails within one over these gradients."""
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, _OF_ONE_DTYPE) and not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if (
+                group_of(parameter) is not None
+                and grad is not None
+                and grad.dtype != parameter.dtype
+            ):
+                raise NotImplementedError(
+                    expected(
+                        f"gradients in the dtype of main weights, {parameter.dtype}",
+                        f"{grad.dtype}, the main_grads_dtype",
+                        where=f"the first step of {type(optimizer).__module__}."
+                        f"{type(optimizer).__name__}",
+                        hint="Leave main_grads_dtype out; or use megafsdp.FusedAdam, which takes "
+                        "other gradients for fp32 weights, or another optimizer without fused=True",
+                    )
+                )
 
 
 def _why_graphs_end() -> str:

@@ -182,6 +182,32 @@ def test_optimizers_that_cannot_step_rows_are_named_at_their_first_step(ranks: R
         ranks(2).run(_optimizers, strategy)
 
 
+def _grads_of_another_dtype() -> None:
+    policy = megafsdp.MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    fused = partial(torch.optim.SGD, lr=0.1, fused=True)
+    refused = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+    for cls in [*(getattr(torch.optim, name) for name in refused), fused]:
+        net = shard(Net(1), mp_policy=policy)
+        net(*mine(batches(1)[0])).backward()
+        optimizer = cls(net.parameters())
+        before = _state_of(net)
+        _refused(optimizer.step, "torch.bfloat16, the main_grads_dtype", "megafsdp.FusedAdam")
+        assert not optimizer.state
+        assert all(map(torch.equal, before, _state_of(net)))
+        # Gradients that the loop has cast are none to refuse.
+        for parameter in net.parameters():
+            parameter.grad = parameter.grad.float()
+        optimizer.step()
+        assert not any(map(torch.equal, before, _state_of(net)))
+
+
+def test_optimizers_that_need_gradients_of_one_dtype_are_named_before_their_first_step(
+    ranks: Ranks,
+) -> None:
+    """Before a parameter moved, with what takes them."""
+    ranks(1).run(_grads_of_another_dtype)
+
+
 def test_the_named_optimizer_takes_the_named_options() -> None:
     """The cure of low-precision optimizers is a call that works."""
     weight = nn.Parameter(torch.ones(8, 8))
