@@ -68,9 +68,18 @@ _MTP_IN_MODULE = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.mtp_model_layer\.")
 # Ends of the parts' names, in the order in which they are joined along dim 0.
 _SUFFIXED_PARTS = (
     (re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*"), ("_w", "_v")),
-    (re.compile(r".*\bin_proj\.weight"), (".query", ".key", ".value", ".z", ".beta", ".alpha")),
-    (re.compile(r".*\bin_proj\.weight"), (".query", ".key", ".value", ".g", ".gate")),
+    *(
+        (re.compile(r".*\bin_proj\.weight"), suffixes)
+        for suffixes in (
+            (".query", ".key", ".value", ".z", ".beta", ".alpha"),
+            (".query", ".key", ".value", ".z", ".f", ".b", ".w"),
+            (".query", ".key", ".value", ".g", ".gate"),
+            (".query", ".key", ".value"),
+            (".z", ".x", ".B", ".C", ".dt"),
+        )
+    ),
     (re.compile(r".*\bconv1d\.(?:weight|bias)"), (".query", ".key", ".value")),
+    (re.compile(r".*\bconv1d\.(?:weight|bias)"), (".x", ".B", ".C")),
 )
 _DOWN_PROJ = re.compile(r"(.*\b)linear_qkv_down_proj\.(weight|bias)")
 _DOWN_PROJS = ("linear_q_down_proj", "linear_kv_down_proj")
@@ -265,18 +274,29 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
             if suffix is None or not pattern.fullmatch(whole := name.removesuffix(suffix)):
                 continue
             parts = tuple(f"{whole}{s}" for s in suffixes)
-            # Two kinds of layer have an in_proj: the one that is there whole is meant.
-            if whole not in found or all(part in names for part in parts):
+            # Several kinds of layer have an in_proj: the one that has most of the names is meant.
+            if whole not in found or _fit(parts, names) > _fit(found[whole], names):
                 found[whole] = parts
     for whole in whole_names:
         if match := _DOWN_PROJ.fullmatch(whole):
             found[whole] = tuple(f"{match[1]}{part}.{match[2]}" for part in _DOWN_PROJS)
     missing = [part for parts in found.values() for part in parts if part not in names]
     if missing:
+        wholes = tuple(f"{whole}." for whole, parts in found.items() if {*parts} & {*missing})
+        known = {part for parts in found.values() for part in parts}
+        unknown = [name for name in names if name.startswith(wholes) and name not in known]
+        beside = f", beside unknown parts {', '.join(sorted(unknown)[:20])}" if unknown else ""
         raise CheckpointError.expected(
             "all parts of each fused parameter",
-            f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}",
+            f"{len(missing)} missing: {', '.join(sorted(missing)[:20])}{beside}",
             where="the model of the checkpoint",
-            hint="The directory is incomplete: use another checkpoint",
+            hint="Ask for support of this kind of layer"
+            if unknown
+            else "The directory is incomplete: use another checkpoint",
         )
     return found
+
+
+def _fit(parts: tuple[str, ...], names: Collection[str]) -> tuple[int, int]:
+    """Return a higher value the more parts are stored, and then the fewer are not."""
+    return sum(part in names for part in parts), -len(parts)

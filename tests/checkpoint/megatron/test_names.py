@@ -133,12 +133,32 @@ def test_parts_are_found_in_their_order() -> None:
     assert "m.linear_qkv_down_proj.weight" not in joined_parts(names, ["m.linear_q_down_proj"])
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "in_proj.weight: query key value z f b w",
+        "in_proj.weight: query key value",
+        "in_proj.weight: z x B C dt",
+        "conv1d.weight: x B C",
+        "conv1d.bias: query key value",
+    ],
+)
+def test_kinds_of_layers_differ_by_their_parts(names: str) -> None:
+    """Variants of the gated delta net, and Mamba, of which some parts have the same names."""
+    leaf, _, ends = names.partition(": ")
+    parts = tuple(f"a.{leaf}.{end}" for end in ends.split())
+    assert joined_parts(set(parts), []) == {f"a.{leaf}": parts}
+
+
 def test_a_missing_part_is_named() -> None:
     """A gate without its value, a fused layer without one of its projections."""
     with pytest.raises(CheckpointError, match=r"1 missing: a\.linear_fc1\.bias_v"):
         joined_parts({"a.linear_fc1.bias_w"}, [])
     with pytest.raises(CheckpointError, match=r"in_proj\.weight\.alpha"):
         joined_parts({f"a.in_proj.weight.{p}" for p in ("query", "key", "value", "z", "beta")}, [])
+    unknown = {f"a.in_proj.weight.{p}" for p in ("query", "key", "value", "f_a", "beta")}
+    with pytest.raises(CheckpointError, match=r"unknown parts a\.in_proj\.weight\.f_a.*support"):
+        joined_parts(unknown, [])
 
 
 @pytest.mark.parametrize("is_grouped", [True, False])
