@@ -7,6 +7,7 @@ written. What keys mean is in names.py; the values are read by importer.py.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -109,17 +110,7 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: 
         CheckpointError: They do not; all that is wrong is listed.
     """
     contents = Contents(has_stacks)
-    fields: dict[str, dict[str, object]] = {}
-    for key in (*theirs.tensors, *theirs.objects):
-        if any(fnmatchcase(key, pattern) for pattern in ignore):
-            continue
-        meant = read_key(key)
-        if meant is None or (meant.kind == "model" and key in theirs.objects):
-            contents.complain("unknown", key)
-        elif meant.kind == "group":
-            contents.dropped += _read_field(theirs, key, fields.setdefault(meant.name, {}))
-        else:
-            contents.add(key, meant)
+    fields = _sort_keys(theirs, ignore, contents)
     contents.parts = joined_parts(contents.weights, fields)
     for name, parts in contents.parts.items():
         contents.whole_by_part |= dict.fromkeys(parts, name)
@@ -138,13 +129,56 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: 
     return contents
 
 
-def _read_field(theirs: DCPDirectory, key: str, fields: dict[str, object]) -> list[str]:
+def _sort_keys(
+    theirs: DCPDirectory, ignore: tuple[str, ...], contents: Contents
+) -> dict[str, dict[str, object]]:
+    """Note what each key means; return the fields of each parameter's group."""
+    fields: dict[str, dict[str, object]] = {}
+    numbered: dict[str, dict[str, object]] = {}
+    for key in (*theirs.tensors, *theirs.objects):
+        if any(fnmatchcase(key, pattern) for pattern in ignore):
+            continue
+        meant = read_key(key)
+        if meant is None or (meant.kind == "model" and key in theirs.objects):
+            contents.complain("unknown", key)
+        elif meant.kind in ("group", "numbered"):
+            of_kind = fields if meant.kind == "group" else numbered
+            contents.dropped += _read_field(theirs, key, meant, of_kind.setdefault(meant.name, {}))
+        else:
+            contents.add(key, meant)
+    if numbered and not fields:
+        return _shared_fields(theirs, list(numbered.values()), contents.states)
+    return fields
+
+
+def _read_field(
+    theirs: DCPDirectory, key: str, meant: TheirKey, fields: dict[str, object]
+) -> list[str]:
     """Add a field of a group; return its key instead if no optimizer here could be given it."""
+    # Numbers of parameters, which mean nothing outside of the job.
+    if meant.field.partition(".")[0] == "params":
+        return [key]
     value = theirs.tensor(key) if key in theirs.tensors else theirs.value(key)
     plain, foreign = plain_args({key: value})
     if not foreign:
-        fields[key.rpartition(".")[2]] = plain[key]
+        fields[meant.field] = plain[key]
     return [key] if foreign else []
+
+
+def _shared_fields(
+    theirs: DCPDirectory, groups: list[dict[str, object]], names: Iterable[str]
+) -> dict[str, dict[str, object]]:
+    """Return what groups that do not name their parameters have in common, for each parameter."""
+    first = groups[0]
+    shared = {n: v for n, v in first.items() if len({repr(group.get(n)) for group in groups}) == 1}
+    _LOGGER.warning(
+        "'%s': its %d parameter groups do not name their parameters. All are one group here, "
+        "without what differs between groups: %s",
+        theirs.directory,
+        len(groups),
+        listed(sorted({name for group in groups for name in group} - {*shared})),
+    )
+    return {name: dict(shared) for name in names}
 
 
 def _check_states(theirs: DCPDirectory, contents: Contents) -> None:

@@ -34,7 +34,14 @@ _EXTRA_STATE = "._extra_state"
 
 _MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
-_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
+# NVIDIA's converter from torch_dist writes a dot more behind the wrappers.
+_GROUP = re.compile(
+    r"optimizer\.param_to_group_meta\.(?:module\.)*\.?(?P<name>[^.].*)\.(?P<field>[^.]+)"
+)
+# It copies groups whose parameters have numbers, which mean nothing outside of its source.
+_NUMBERED_GROUP = re.compile(
+    r"optimizer\.(?:\d+\.optimizer\.)?param_groups\.(?P<name>\d+)\.(?P<field>.+)"
+)
 
 # A linear map with a norm in front of it, and the name of that norm as a layer of its own.
 _FUSED_NORMS = (
@@ -90,8 +97,9 @@ class TheirKey:
     """What a key of theirs means.
 
     Attributes:
-        kind: ``model``, ``state``, ``group``, ``common``, or ``dropped`` for what has no meaning
-            outside of the job that wrote it.
+        kind: ``model``, ``state``, ``group``, ``numbered`` for a group that does not name its
+            parameters, ``common``, or ``dropped`` for what has no meaning outside of the job that
+            wrote it.
         name: Our name of the parameter or buffer; of a common value, its whole key.
         field: Name of the optimizer state or of the group's field.
     """
@@ -111,6 +119,8 @@ def read_key(key: str) -> TheirKey | None:
         return TheirKey("state", our_name(found["name"]), found["field"])
     if found := _GROUP.fullmatch(key):
         return TheirKey("group", our_name(found["name"]), found["field"])
+    if found := _NUMBERED_GROUP.fullmatch(key):
+        return TheirKey("numbered", found["name"], found["field"])
     if found := _MODEL.fullmatch(key):
         return TheirKey("model", our_name(found["name"]))
     return None

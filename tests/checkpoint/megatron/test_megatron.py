@@ -559,6 +559,52 @@ def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
         assert not any(key.startswith("rng.") for key in reader.manifest.objects)
 
 
+def _converted(state: dict, *, has_map: bool) -> dict:
+    """Return a job's state as NVIDIA's converter from torch_dist leaves it."""
+    meta = state["optimizer"].pop("param_to_group_meta")
+    groups = [
+        toy.FIELDS | {"weight_decay": decay, "step": toy.STEP, "params": [3, 1]}
+        for decay in (0.1, 0.0)
+    ]
+    for number, group in enumerate(groups):
+        state |= {f"optimizer.param_groups.{number}.{k}": v for k, v in group.items()}
+        state |= {f"optimizer.param_groups.{number}.params.{i}": i for i in range(2)}
+    if has_map:
+        state["optimizer"]["param_to_group_meta"] = {
+            "module.module.module.." + name.removeprefix("module.module.module."): groups[
+                fields["weight_decay"] == 0
+            ]
+            for name, fields in meta.items()
+        }
+    return state
+
+
+def test_what_the_converter_from_torch_dist_writes_is_read(
+    convert: Convert, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a map of parameters to groups the groups too; without one, what they have in common."""
+    sound = convert("qwen3")
+    for has_map in (True, False):
+        state = toy.their_state(sound.model, sound.optimizer, "qwen3")
+        root = tmp_path / f"ours-{has_map}"
+        toy.save(_converted(state, has_map=has_map), tmp_path / f"theirs-{has_map}")
+        from_megatron(tmp_path / f"theirs-{has_map}", root)
+        with CheckpointReader(sound.ours) as wanted, CheckpointReader(root) as found:
+            assert found.manifest.tensors.keys() == wanted.manifest.tensors.keys()
+            for key in wanted.whole_keys():
+                assert torch.equal(found.tensor(key), wanted.tensor(key)), key
+            groups = _groups(found)
+            names = [{*group["names"]} for group in _groups(wanted)]
+        if has_map:
+            assert [{*group["names"]} for group in groups] == names
+            assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        else:
+            (group,) = groups
+            assert {*group.pop("names")} == set().union(*names)
+            assert group == toy.FIELDS
+        assert ("differs between groups: weight_decay" in caplog.text) is not has_map
+
+
 def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -104,7 +104,9 @@ def test_groups_name_the_inner_layer_as_the_module_does() -> None:
         ("model.module.decoder.layers.0.mlp.linear_fc1._extra_state", "dropped"),
         ("rerun_state_machine.mode", "dropped"),
         ("model0.module.decoder.final_layernorm.weight", None),
-        ("optimizer.param_groups.0.lr", None),
+        ("optimizer.param_groups.0.lr", "numbered"),
+        ("optimizer.1.optimizer.param_groups.0.params.3", "numbered"),
+        ("optimizer.param_groups", None),
         ("argsx", None),
     ],
 )
