@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -151,12 +152,15 @@ def _meshes(
     experts = _data_mesh(expert_mesh, inner, outer, "expt_device_mesh")
     groups = (keywords.get("hybrid_fsdp_group"), keywords.get("hybrid_fsdp_expt_group"))
     for name, group, of in zip(_GROUPS, groups, (mesh, experts), strict=True):
-        if group is not None and (outer is None or of is None or group.size() != of.size()):
-            size = "no" if of is None or outer is None else of.size()
+        if group is None:
+            continue
+        ranks = sorted(dist.get_process_group_ranks(group))
+        wanted = None if of is None or outer is None else sorted(of.mesh.flatten().tolist())
+        if ranks != wanted:
             raise ValueError(
                 expected(
                     "a group of all ranks of the outer and the inner axis",
-                    f"one of {group.size()} ranks, where the axes have {size} ranks",
+                    f"one of ranks {ranks}, where the axes have ranks {wanted or 'of no mesh'}",
                     where=f"{name} of fully_shard_model(), with dp_outer_dim={outer!r}",
                     hint="Leave it out: the group is made from the mesh",
                 )

@@ -67,7 +67,7 @@ class MegatronKeywords(TypedDict, total=False):
         dp_shard_dim: The axis of ``device_mesh`` that divides; not needed for a mesh of one axis.
         dp_outer_dim: The axis of replicas (HSDP, HFSDP).
         tp_dim: The axis of tensor parallelism, whose parameters are DTensors over it.
-        hybrid_fsdp_group: Not needed; a group of another size than the two axes is refused.
+        hybrid_fsdp_group: Not needed; a group of other ranks than the two axes is refused.
         hybrid_fsdp_expt_group: Likewise for experts.
         expt_device_mesh: The mesh of experts' parameters, with axes of the same names.
         fsdp_group_ag: Refused unless None.

@@ -176,6 +176,30 @@ class _Expert(nn.Module):
         self.experts[0].weight = nn.Parameter(part)
 
 
+def _group_of_other_ranks() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("outer", "inner"))
+    # All ranks make all groups.
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 2])]
+    rank = dist.get_rank()
+    if rank == 2:
+        return
+    with pytest.raises(
+        ValueError, match=rf"ranks \[{rank}, 2\], where the axes have ranks \[0, 1\]"
+    ):
+        megatron.fully_shard_model(
+            Net(),
+            mesh,
+            dp_shard_dim="inner",
+            dp_outer_dim="outer",
+            hybrid_fsdp_group=groups[rank],
+        )
+
+
+def test_a_group_of_as_many_other_ranks_is_refused(ranks: Ranks) -> None:
+    """Its ranks count, not its size."""
+    ranks(3).run(_group_of_other_ranks)
+
+
 def _experts_by_name() -> list[bool]:
     experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     whole = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -291,7 +315,7 @@ def _bad_meshes() -> None:
         ({"device_mesh": mesh, "dp_shard_dim": "dp"}, KeyError, "dp"),
         (hybrid | {"expt_device_mesh": mesh["outer"]}, KeyError, "inner"),
         (hybrid | {"hybrid_fsdp_group": alone}, ValueError, "hybrid_fsdp_group .*Leave it out"),
-        ({"hybrid_fsdp_group": alone}, ValueError, "no ranks"),
+        ({"hybrid_fsdp_group": alone}, ValueError, "of no mesh"),
         (hybrid | {"hybrid_fsdp_expt_group": alone}, ValueError, "hybrid_fsdp_expt_group"),
         (hybrid | {"outer_dp_sharding_strategy": 2}, ValueError, "'no_shard' or 'optim'"),
         ({"zero_dp_strategy": "zero"}, ValueError, "optim_grads_params"),
