@@ -118,7 +118,8 @@ class HybridDeviceOptimizer(FusedAdam):
         ValueError: A hyperparameter, the fraction or the number of threads has no meaning.
         TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
         RuntimeError: Memory of the host cannot be pinned.
-        NotImplementedError: The fraction is not 0, and weights are quantized.
+        NotImplementedError: The fraction is not 0, and weights are quantized; or
+            ``cpu_optimizer_cls`` is known not to step each element by itself.
     """
 
     _is_copyable = False

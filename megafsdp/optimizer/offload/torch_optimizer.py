@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from megafsdp.buffer.dtensor.cures import cure_of_optimizer
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.main_gradient import FlatGradient
@@ -238,6 +239,7 @@ def check_host_optimizer(kind: object, options: object) -> None:
 
     Raises:
         TypeError: It is no class of optimizers; or options are given without one.
+        NotImplementedError: Its update of an element depends on others.
     """
     is_class = isinstance(kind, type) and issubclass(kind, Optimizer)
     if (kind is not None and not is_class) or (kind is None and options):
@@ -247,5 +249,18 @@ def check_host_optimizer(kind: object, options: object) -> None:
                 f"{kind!r} with {options!r}",
                 where="cpu_optimizer_cls and cpu_optimizer_kwargs of HybridDeviceOptimizer",
                 hint="Give the class itself, such as torch.optim.SGD, and its keywords beside it",
+            )
+        )
+    # Rprop works here, on plain tensors.
+    if not isinstance(kind, type) or issubclass(kind, torch.optim.Rprop):
+        return
+    cure = cure_of_optimizer(kind)
+    if cure is not None:
+        raise NotImplementedError(
+            expected(
+                "an optimizer that steps each element by itself",
+                f"{kind.__module__}.{kind.__name__}",
+                where="cpu_optimizer_cls of HybridDeviceOptimizer",
+                hint=cure,
             )
         )

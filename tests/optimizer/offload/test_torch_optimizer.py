@@ -209,3 +209,13 @@ def _begins_again(kind: str) -> None:
 def test_states_that_were_cleared_begin_again_on_the_host(ranks: Ranks, kind: str) -> None:
     """As the host's optimizer has them at first, not with what it kept."""
     ranks(2).run(_begins_again, kind)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_an_optimizer_that_is_not_elementwise_is_refused(name: str) -> None:
+    """When it is given, with what to use; not in the first step, half done."""
+    with pytest.raises(NotImplementedError, match=rf"got torch\.optim\..*{name}\..*Use megafsdp"):
+        HybridDeviceOptimizer(
+            torch.nn.Linear(2, 2).parameters(), cpu_optimizer_cls=getattr(torch.optim, name)
+        )
+    HybridDeviceOptimizer(torch.nn.Linear(2, 2).parameters(), cpu_optimizer_cls=torch.optim.Rprop)
