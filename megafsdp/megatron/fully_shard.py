@@ -99,8 +99,18 @@ def fully_shard_optimizer(
             not known, a warning is logged. False leaves them to the first step.
 
     Raises:
+        TypeError: The first argument is no optimizer, as in Megatron-FSDP's first releases.
         ValueError: A parameter is the original that sharding has replaced.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            expected(
+                "an optimizer as the first argument",
+                type(optimizer).__name__,
+                where="fully_shard_optimizer() of megafsdp.megatron",
+                hint="Give the optimizer alone, without the model",
+            )
+        )
     check_optimizer(optimizer)
     if preproc_state_dict_for_dcp_ckpt:
         try:

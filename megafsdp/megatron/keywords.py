@@ -151,6 +151,7 @@ class DistributedDataParallelConfig:
         gradient_reduce_div_fusion: Either value: gradients are divided where that is cheapest.
         fsdp_all_gather_in_start_param_sync: Either value: the first forward gathers.
         disable_symmetric_registration: Either value: registration is never symmetric.
+        align_param_gather: Either value: a unit is gathered when it is needed.
         use_megatron_fsdp: Refused if False; all other fields as the keywords of their names.
     """
 
@@ -165,13 +166,16 @@ class DistributedDataParallelConfig:
     gradient_reduce_div_fusion: bool = True
     fsdp_all_gather_in_start_param_sync: bool = True
     disable_symmetric_registration: bool = False
+    align_param_gather: bool = False
     use_megatron_fsdp: bool = True
     use_distributed_optimizer: bool = True
     grad_reduce_in_fp32: bool | None = None
     preserve_fp32_weights: bool = True
     overlap_grad_reduce: bool | None = None
     check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
     bucket_size: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
     suggested_communication_unit_size: int | None = None
     num_distributed_optimizer_instances: int = 1
     fp8_param_gather: bool = False
@@ -181,6 +185,7 @@ class DistributedDataParallelConfig:
     fsdp_manual_registration: bool = False
     delay_wgrad_compute: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -95,6 +95,12 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         (False,),
         "Leave it out: gradients are summed in fp32, or in grad_comm_dtype",
     ),
+    "check_for_large_grads": ((False,), _NAN_CHECK),
+    "pad_buckets_for_high_nccl_busbw": ((False,), _NO_BUCKETS),
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        (False,),
+        "Leave it out: a unit's gathered codes and its gradients are freed after their use",
+    ),
     "num_distributed_optimizer_instances": (
         (1,),
         "Give a mesh of two axes to fully_shard_model(), and the outer one's name as dp_outer_dim",
@@ -129,6 +135,18 @@ METHODS: dict[str, str] = {
     "each unit",
     "broadcast_params": "Build the same model on all ranks, from one seed or one checkpoint",
     "get_distributed_index": "Use the mesh that was given as device_mesh",
+    "mixed_precision_context": "Give mixed_precision_policy to fully_shard_model(), once for all "
+    "steps",
+    "stop_communication": "Leave it out: gradients are complete when backward returns, and gathers "
+    "ahead are used by the next forward",
+}
+
+# Attributes of Megatron-FSDP's wrapper that loops set.
+ATTRIBUTES: dict[str, str] = {
+    "is_last_microbatch": "Leave it out, and run each microbatch within "
+    "megafsdp.microbatch(model, is_last=...)",
+    "microbatch_count": "Leave it out, and run each microbatch within "
+    "megafsdp.microbatch(model, is_last=...)",
 }
 
 # Other names of Megatron-FSDP's package.
@@ -203,9 +221,9 @@ def refusal(name: str, what: str, value: object, *, where: str, hint: str) -> No
 def refuse_methods(module: nn.Module) -> None:
     """Give a model the methods of Megatron-FSDP's wrapper that say what to do instead.
 
-    A method of the same name of the model's own stays.
+    A method of the same name of the model's own stays. Attributes that loops set are refused too.
     """
-    names = tuple(name for name in METHODS if not hasattr(module, name))
+    names = tuple(name for name in METHODS | ATTRIBUTES if not hasattr(module, name))
     # mypy takes the hash of the class for that of its instances.
     module.__class__ = _class_with(type(module), names)  # type: ignore[arg-type]
 
@@ -213,7 +231,10 @@ def refuse_methods(module: nn.Module) -> None:
 @functools.cache
 def _class_with(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Return a class with refused methods: one for a class, since torch compiles each anew."""
-    refused = {name: _refused_method(name) for name in names}
+    refused: dict[str, object] = {
+        name: _refused_method(name) if name in METHODS else _refused_attribute(name)
+        for name in names
+    }
     return type(cls.__name__, (cls,), refused | {"__doc__": cls.__doc__})
 
 
@@ -230,3 +251,21 @@ def _refused_method(name: str) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+def _refused_attribute(name: str) -> property:
+    def missing(self: nn.Module) -> NoReturn:
+        # As without the property: others ask whether a model has the attribute.
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def refuse(self: nn.Module, value: object) -> NoReturn:
+        raise NotImplementedError(
+            expected(
+                "attributes of megafsdp.FSDPModule",
+                f"{name}={value!r}",
+                where="a model sharded by megafsdp.megatron",
+                hint=ATTRIBUTES[name],
+            )
+        )
+
+    return property(missing, refuse)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp import full_state_dict, megatron
-from megafsdp.megatron.refusals import METHODS, NAMES, ONLY
+from megafsdp.megatron.refusals import ATTRIBUTES, METHODS, NAMES, ONLY
 from tests.end_to_end.test_readme import python_blocks
 from tests.fsdp.toy import Net
 from tests.ranks import Ranks
@@ -95,6 +95,8 @@ def test_the_tables_have_a_row_for_every_keyword_field_method_and_name() -> None
         assert (refused | of_fields)[name] == [_plain(accepted), hint]
     methods = found["method of the wrapper | instead"]
     assert methods == {name: [hint] for name, hint in METHODS.items()}
+    attributes = found["attribute of the wrapper | instead"]
+    assert attributes == {name: [hint] for name, hint in ATTRIBUTES.items()}
     names = found["name of the package | instead"]
     assert names == {name: [hint] for name, hint in NAMES.items()}
 
@@ -165,6 +167,12 @@ def _methods() -> dict[str, str]:
             with pytest.raises(NotImplementedError) as caught:
                 getattr(model, name)()
             errors[name] = str(caught.value)
+    for name, hint in ATTRIBUTES.items():
+        assert not hasattr(model, name)
+        with pytest.raises(NotImplementedError, match=re.escape(hint)):
+            setattr(model, name, 1)
+    with pytest.raises(TypeError, match="Give the optimizer alone"):
+        megatron.fully_shard_optimizer(model, torch.optim.Adam(model.parameters()))
     with pytest.raises(NotImplementedError) as caught:
         megatron.fully_shard_model(nn.Linear(4, 4)).sync()
     return errors | {"sync": str(caught.value)}
