@@ -211,6 +211,15 @@ def read_manifest(directory: Location) -> Manifest:
         checksum = body.pop("crc32")
         version = body["format_version"]
     except FileNotFoundError:
+        if (directory / DCP_METADATA_FILE).is_file():
+            raise CheckpointError.expected(
+                f"a checkpoint of megafsdp, with '{MANIFEST_FILE}'",
+                f"one of torch or Megatron-LM, with '{DCP_METADATA_FILE}' alone, or a half-written "
+                "one",
+                where=f"'{directory}'",
+                hint="Convert Megatron-LM's fsdp_dtensor by megafsdp ckpt convert --to megafsdp, "
+                f"load torch's by torch.distributed.checkpoint; else {ANOTHER_STEP}",
+            ) from None
         raise _untrusted(path, "a complete checkpoint", "no such file") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _untrusted(path, "a manifest in JSON", f"{type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from megafsdp.checkpoint.megatron.exporter import to_megatron
 from megafsdp.checkpoint.megatron.importer import from_megatron
 from megafsdp.checkpoint.tools.dcp_reader import DCPDirectory
 from megafsdp.checkpoint.tools.reader import CheckpointReader
+from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp import fully_shard
@@ -548,6 +550,16 @@ def test_a_damaged_record_on_either_side_leaves_nothing_behind(
     with pytest.raises(CheckpointError, match=r"model\.decoder\.final_layernorm\.bias"):
         to_megatron(tmp_path / "ours", tmp_path / "back")
     assert [*(tmp_path / "other").iterdir(), *(tmp_path / "back").iterdir()] == []
+
+
+def test_tools_for_our_checkpoints_name_the_conversion(convert: Convert) -> None:
+    """A sound directory of theirs is not called damaged alone."""
+    theirs = convert("qwen3").theirs
+    cure = r"of torch or Megatron-LM.*megafsdp ckpt convert --to megafsdp"
+    with pytest.raises(CheckpointError, match=cure):
+        CheckpointReader(theirs)
+    (problem,) = verify(theirs).findings
+    assert re.search(cure, str(problem))
 
 
 def test_unknown_keys_can_be_left_out(tmp_path: Path) -> None:
