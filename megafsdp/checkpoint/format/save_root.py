@@ -272,21 +272,20 @@ def prune(
 
     Args:
         root: The save root.
-        keep_last: Number of newest checkpoints to keep; None keeps all, or just the latest where
-            ``keep_every`` is given.
+        keep_last: Number of newest checkpoints to keep; None keeps all.
         keep_every: Keep also the steps that are multiples of this.
         retire: Removes the directory of a step and returns whether it did.
 
     Returns:
         The removed steps.
     """
-    if keep_last is None and keep_every is None:
+    if keep_last is None:
         return []
     latest = latest_step(root)
     if latest is None:
         return []
     steps = [step for step in published_steps(root) if step <= latest]
-    staying = {latest, *steps[-(keep_last or 1) :]}
+    staying = {latest, *steps[-keep_last:]}
     if keep_every is not None:
         staying.update(step for step in steps if step % keep_every == 0)
     leaving = [step for step in steps if step not in staying]

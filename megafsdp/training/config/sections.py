@@ -295,7 +295,7 @@ class CheckpointSection:
             such as s3://bucket/run is a folder of an object store.
         interval_steps: Steps between checkpoints; null saves at the end only.
         keep_last: Number of newest checkpoints to keep; null keeps all.
-        keep_every: Keep also steps that are multiples of this.
+        keep_every: Keep also steps that are multiples of this, beside those of keep_last.
         resume: Go on from the latest checkpoint, if there is one.
         in_background: Write while training goes on; takes host memory for a copy of this rank's
             share of weights and states.

@@ -130,17 +130,17 @@ def test_retention_removes_old_steps_only(
     keep_every: int | None,
     choice: object,
 ) -> None:
-    """What is kept: the latest, later ones, the newest few before, and the multiples."""
+    """What is kept: the latest, later ones, the newest few before, the multiples; all by None."""
     latest = choice.choice(sorted(steps))  # type: ignore[attr-defined]
     root = _root_with(tmp_path_factory.mktemp("root"), sorted(steps), latest)
     removed = on_disk.prune(root, keep_last=keep_last, keep_every=keep_every, retire=on_disk.retire)
     kept = set(on_disk.published_steps(root))
     assert kept == steps - set(removed)
     assert {step for step in steps if step >= latest} <= kept
-    if keep_last is None and keep_every is None:
+    if keep_last is None:
         assert not removed
         return
-    newest = sorted(step for step in steps if step <= latest)[-(keep_last or 1) :]
+    newest = sorted(step for step in steps if step <= latest)[-keep_last:]
     milestones = {s for s in steps if keep_every is not None and s % keep_every == 0}
     assert kept == {s for s in steps if s > latest} | set(newest) | milestones
     assert not list(root.glob(".tmp-*")), json.dumps(sorted(kept))
