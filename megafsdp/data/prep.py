@@ -29,6 +29,7 @@ from megafsdp.data.indexed_writer import IndexedDatasetWriter, token_dtype
 from megafsdp.data.output_files import locked_folder, replace_text
 from megafsdp.data.prep_workers import tokenize
 from megafsdp.data.text_sources import (
+    JSON_SUFFIX,
     Documents,
     TextFile,
     docstring_documents,
@@ -54,11 +55,12 @@ class PrepOptions:
     Attributes:
         output: Folder of the results: train.bin, train.idx, validation.bin, validation.idx,
             meta.json.
-        inputs: Text files, JSON lines (.jsonl), both also compressed by gzip, xz or zstd, Parquet
-            files, folders of such files or of ``datasets``, or glob patterns.
+        inputs: Text files, JSON lines (.jsonl, .json), both also compressed by gzip, xz or zstd,
+            Parquet files, folders of such files or of ``datasets``, or glob patterns.
         stdlib: Read the sources of Python's standard library instead of inputs.
         docstrings: Take only the docstrings of the Python files, one document a file.
-        suffixes: Endings of the files to read in folders.
+        suffixes: Endings of the files to read in folders. With .json among them, .json files that
+            are not JSON lines are text; else they are refused.
         json_key: Key of the text in a JSON line, or name of its column in a table.
         encoding_errors: What to do with text that is not UTF-8.
         tokenizer: "byte", or the path of a tokenizers JSON file.
@@ -248,7 +250,11 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
 
 
 def _texts(options: PrepOptions, files: list[TextFile]) -> Iterator[str]:
-    in_file: Documents = file_documents(options.json_key, options.encoding_errors)
+    in_file: Documents = file_documents(
+        options.json_key,
+        options.encoding_errors,
+        takes_json_as_text=JSON_SUFFIX in options.suffixes,
+    )
     if options.docstrings:
         in_file = docstring_documents
     shuffled = list(files)

@@ -37,6 +37,7 @@ _NOT_STDLIB = frozenset(
     }
 )
 _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+JSON_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,16 @@ def _text_file(path: Path, name: str) -> TextFile:
     return TextFile(path, name, nbytes, mtime_ns)
 
 
-def file_documents(json_key: str, encoding_errors: str) -> Documents:
+def file_documents(
+    json_key: str, encoding_errors: str, *, takes_json_as_text: bool = False
+) -> Documents:
     """Return the rule for text files: a line of JSON lines, a row of a table, or else the file.
 
     Args:
         json_key: Key of the text in a JSON line; name of its column in a table.
         encoding_errors: ``"strict"`` refuses a file that is not UTF-8, ``"replace"`` reads broken
             characters as U+FFFD.
+        takes_json_as_text: Whether a .json file without JSON lines of the key is text, not refused.
 
     Returns:
         A function from a file to its documents; it raises DataError where the file is not as it
@@ -160,8 +164,18 @@ def file_documents(json_key: str, encoding_errors: str) -> Documents:
                 where = f"'{path}'"
                 yield Document(_encodable(text, where, encoding_errors), int(share * file.nbytes))
             return
+        suffix = Path(without_compression_suffix(path.name)).suffix.lower()
+        is_json_lines = suffix in _JSONL_SUFFIXES
+        if suffix == JSON_SUFFIX:
+            is_json_lines = _begins_with_object(path, json_key if takes_json_as_text else None)
+            if not (is_json_lines or takes_json_as_text):
+                what = f"JSON lines, each an object with text under the key '{json_key}'"
+                hint = f"Write one object a line; to read such files as text, add {JSON_SUFFIX} to"
+                hint += " the suffixes"
+                found = "a first line that is no whole object"
+                raise DataError(expected(what, found, where=f"file '{path}'", hint=hint))
         with open_stream(path) as stream:
-            if Path(without_compression_suffix(path.name)).suffix.lower() not in _JSONL_SUFFIXES:
+            if not is_json_lines:
                 text = _decoded(stream.lines.read(), f"file '{path}'", encoding_errors)
                 yield Document(text, file.nbytes)
                 return
@@ -173,6 +187,17 @@ def file_documents(json_key: str, encoding_errors: str) -> Documents:
                     yield Document(text, stream.position())
 
     return documents
+
+
+def _begins_with_object(path: Path, json_key: str | None) -> bool:
+    """Return whether the first line of text is a whole JSON object, with text under a given key."""
+    with open_stream(path) as stream:
+        first = next(filter(bytes.strip, stream.lines), b"")
+    try:
+        value = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and (json_key is None or isinstance(value.get(json_key), str))
 
 
 def _encodable(text: str, where: str, encoding_errors: str) -> str:

@@ -271,6 +271,16 @@ def test_compressed_files_and_tables_are_prepared(tmp_path: Path) -> None:
     assert sorted(_documents(output, "train")) == sorted([f"Line {i}" for i in range(3)] + expected)
 
 
+def test_chosen_endings_decide_what_a_json_file_is(tmp_path: Path) -> None:
+    """A folder of sources has such files; without the ending a named file is JSON lines."""
+    (tmp_path / "a.json").write_text('{"text": 1}\n')
+    output = str(tmp_path / "out")
+    prepare(PrepOptions(output=output, inputs=(str(tmp_path),), suffixes=(".json",)))
+    assert _documents(output, "train") == ['{"text": 1}\n']
+    with pytest.raises(DataError, match="under the key 'text', got the keys text"):
+        prepare(PrepOptions(output=output, inputs=(str(tmp_path / "a.json"),)))
+
+
 def test_progress_bar_counts_all_bytes(options: PrepOptions) -> None:
     """On a terminal the bar reaches 100 %; on request, or without a terminal, there is none."""
 

@@ -126,6 +126,31 @@ def test_json_lines_are_known_by_any_case_of_the_ending(tmp_path: Path) -> None:
     assert _read(file) == ["one", "two"]
 
 
+def test_json_files_are_json_lines(tmp_path: Path) -> None:
+    """Megatron-LM's ending; what is no object a line is refused, lest a model learns JSON."""
+    lines = b'\n{"text": "one"}\n{"text": "two"}\n'
+    assert _read(_file(tmp_path / "a.JSON", lines)) == ["one", "two"]
+    assert _read(_file(tmp_path / "b.json.gz", gzip.compress(lines))) == ["one", "two"]
+    with pytest.raises(DataError, match=r"under the key 'text', got the keys body.*line 1"):
+        _read(_file(tmp_path / "c.json", '{"body": "x"}'))
+    for content in ('[{"text": "one"}]', '{\n "text": "one"\n}\n', ""):
+        file = _file(tmp_path / "d.json", content)
+        with pytest.raises(
+            DataError, match=r"no whole object.*d\.json'.*add \.json to the suffixes"
+        ):
+            _read(file)
+
+
+def test_json_files_of_chosen_endings_are_text(tmp_path: Path) -> None:
+    """Such as those among sources of programs; JSON lines of the key stay lines."""
+    read = file_documents("text", "strict", takes_json_as_text=True)
+    for content in ('[{"text": "one"}]', '{\n "text": "one"\n}\n', '{"body": "x"}\n'):
+        file = _file(tmp_path / "a.json", content)
+        assert [document.text for document in read(file)] == [content]
+    lines = _file(tmp_path / "b.json", '{"text": "one"}\n{"text": "two"}\n')
+    assert [document.text for document in read(lines)] == ["one", "two"]
+
+
 def test_compressed_files_are_found_by_what_is_inside(tmp_path: Path) -> None:
     """In folders, the ending of a compression may follow a wanted one; JSON lines stay lines."""
     lines = b'{"text": "one"}\n{"text": "two"}\n'

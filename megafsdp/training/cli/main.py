@@ -104,7 +104,7 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="*",
         default=[],
-        help="text, .jsonl (also .gz, .xz, .zst) or .parquet files, folders or glob patterns",
+        help="text, .jsonl or .json (also .gz, .xz, .zst), .parquet, folders or glob patterns",
     )
     add("--output", required=True, help="folder of the token files")
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
