@@ -297,7 +297,9 @@ class _Run:
                 self._train_step()
             except NonFiniteError as error:
                 raise NonFiniteError(f"{error} {self.saver.save_before_error()}") from error
-            if _is_due(self.config.checkpoint.interval_steps, state.step):
+            # A state that skips every step would push the last good checkpoints out.
+            is_sound = not state.num_skips_in_a_row
+            if is_sound and _is_due(self.config.checkpoint.interval_steps, state.step):
                 self.saver.save()
             if self._is_evaluation_due and not self.stop.is_agreed:
                 self._evaluate()

@@ -339,6 +339,24 @@ def test_skips_are_counted_across_a_resume(tmp_path: Path) -> None:
         train(tiny(tmp_path, train=policy | {"steps": 4}, **broken))
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_steps_of_a_row_of_skips_push_no_checkpoint_out(tmp_path: Path, is_late: bool) -> None:
+    """The run can go back to what came before them; only where it ends they are saved."""
+    write_corpus(tmp_path)
+    config = tiny(
+        tmp_path,
+        # Weights after the first step are so large that no later loss or gradient is finite.
+        optimizer={"kind": "sgd", "lr": 1e30, "clip_norm": None},
+        schedule={"warmup_samples": 0},
+        train={"nan_policy": "skip", "max_skips": 3},
+        checkpoint={"interval_steps": 1, "keep_last": 2},
+        data={"validation": []},
+    )
+    with numbers_read_late(is_late), pytest.raises(RuntimeError, match="Step 4, the one before"):
+        train(config)
+    assert directory.published_steps(tmp_path / "run/checkpoints") == [1, 4]
+
+
 def _loss_scales(config: Config) -> list[float | None]:
     scales: list[float | None] = []
     train(config, on_step=lambda step, result: scales.append(result.loss_scale))

@@ -293,7 +293,8 @@ class CheckpointSection:
     Attributes:
         directory: Where, for one job at a time; null for checkpoints in the run's directory. A URL
             such as s3://bucket/run is a folder of an object store.
-        interval_steps: Steps between checkpoints; null saves at the end only.
+        interval_steps: Steps between checkpoints; null saves at the end only. Those that follow
+            steps skipped for NaN are left out, until a step is taken again.
         keep_last: Number of newest checkpoints to keep; null keeps all.
         keep_every: Keep also steps that are multiples of this, beside those of keep_last.
         resume: Go on from the latest checkpoint, if there is one.

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from megafsdp.buffer.comm.collectives import all_gather_objects, all_reduce
+from megafsdp.checkpoint.format.manifest import TRACKER_FILE
 from megafsdp.data import Batch
 from megafsdp.device.host_copies import LateNumbers
 from megafsdp.errors import expected
@@ -277,7 +278,8 @@ class TrainStep:
             hint = "Look at these samples, lower optimizer.lr, or set train.nan_policy to skip"
         elif self.num_skips_in_a_row > self._max_skips:
             found += f" for {self.num_skips_in_a_row} steps in a row"
-            hint = "Go back to an earlier checkpoint with a lower optimizer.lr"
+            hint = f"Go back by the number of an earlier checkpoint in {TRACKER_FILE}, and lower"
+            hint += " optimizer.lr"
         else:
             _LOGGER.warning("skipped a step with %s; samples %s", found, shown)
             return

@@ -148,6 +148,7 @@ def test_too_many_skips_in_a_row_end_the_run(ranks: Ranks) -> None:
     """The step after the last one allowed raises on every rank."""
     with pytest.raises(RanksError, match="for 3 steps in a row") as failure:
         ranks(2).run(_train_broken, 2, 3)
+    assert "checkpoint in latest_checkpointed_iteration.txt" in str(failure.value)
     assert set(failure.value.failures) == {0, 1}
 
 
