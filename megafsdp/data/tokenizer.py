@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 BYTE_SPEC = "byte"
 TOKENIZER_FILE = "tokenizer.json"
+# What transformers writes beside it, which names the end of a document.
+TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _EOD_TEXTS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -32,7 +34,6 @@ _EOD_TEXTS = (
     "[EOS]",
     "[SEP]",
 )
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Rows of an embedding come in multiples of this, which tensor cores and shards like.
 _VOCAB_MULTIPLE = 64
 
@@ -199,7 +200,7 @@ def _load_json(path: str) -> tokenizers.Tokenizer:
 
 def _configured_eod(folder: Path) -> str | None:
     """Return the end of a text in the files that transformers saves with a tokenizer, if any."""
-    for name in _CONFIG_FILES:
+    for name in TOKENIZER_CONFIG_FILES:
         path = folder / name
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))

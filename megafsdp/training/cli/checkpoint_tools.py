@@ -24,6 +24,7 @@ from megafsdp.checkpoint.tools.diff import diff
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.summary import inspect
 from megafsdp.checkpoint.tools.verify import verify
+from megafsdp.data.tokenizer import TOKENIZER_CONFIG_FILES, TOKENIZER_FILE
 from megafsdp.errors import ConfigError, expected
 from megafsdp.training.metrics.cadence import cadence
 from megafsdp.training.metrics.events import Event
@@ -45,7 +46,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, help="rows of the vocabulary to keep; the padding goes")
     add("--dtype", choices=tuple(_DTYPES), default="keep", help="dtype of the files")
     add("--max-shard-gb", type=float, default=5.0, help="size of a file, in units of 10**9 bytes")
-    add("--tokenizer", help="tokenizers JSON file to add, as tokenizer.json")
+    add("--tokenizer", help="tokenizer.json to add, or its folder, with its configuration")
     _add_output(parser)
     parser.set_defaults(run=_export)
 
@@ -66,7 +67,9 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerFile:
-    """A tokenizers file that goes beside the model.
+    """A tokenizers file, or the folder of one, that goes beside the model.
+
+    What transformers has written beside it comes too: else documents would end with another token.
 
     Raises:
         ConfigError: There is no such file.
@@ -74,19 +77,26 @@ class _TokenizerFile:
 
     path: Path
 
+    @property
+    def _file(self) -> Path:
+        return self.path / TOKENIZER_FILE if self.path.is_dir() else self.path
+
     def __post_init__(self) -> None:
-        if not self.path.is_file():
+        if not self._file.is_file():
             raise ConfigError(
                 expected(
                     "a tokenizers JSON file",
                     "no such file",
                     where=f"--tokenizer {self.path}",
-                    hint="Name the file that the run was prepared with",
+                    hint="Name the file that the run was prepared with, or its folder",
                 )
             )
 
     def save_pretrained(self, directory: str, /) -> None:
-        shutil.copyfile(self.path, Path(directory) / "tokenizer.json")
+        shutil.copyfile(self._file, Path(directory) / TOKENIZER_FILE)
+        for name in TOKENIZER_CONFIG_FILES:
+            if (beside := self._file.with_name(name)).is_file():
+                shutil.copyfile(beside, Path(directory) / name)
 
 
 def _export(options: argparse.Namespace) -> int:

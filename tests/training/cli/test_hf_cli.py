@@ -58,6 +58,22 @@ def test_a_run_is_exported_and_imported_again(
         assert torch.equal(tensor[rows], state[name][rows]), name
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_tokenizer_comes_with_its_configuration(tmp_path: Path, is_folder: bool) -> None:
+    """Which says what ends a document; other files of its folder stay there."""
+    saved, target = tmp_path / "saved", tmp_path / "exported"
+    saved.mkdir()
+    names = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in [*names, "vocab.json"]:
+        (saved / name).write_text(json.dumps({"name": name}))
+    given = saved if is_folder else saved / "tokenizer.json"
+    words = ["ckpt", "export-hf", str(_save_as_run(tmp_path)), str(target)]
+    assert main([*words, "--tokenizer", str(given)]) == 0
+    assert {path.name for path in target.glob("*.json")} == {"config.json", *names}
+    for name in names:
+        assert (target / name).read_text() == (saved / name).read_text()
+
+
 def test_a_config_file_says_what_the_checkpoint_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
