@@ -189,7 +189,9 @@ def _configure_logging() -> None:
     # A message of all ranks is logged by the first one.
     is_first = _is_first()
     logging.getLogger("megafsdp").setLevel(logging.WARNING if is_first else logging.ERROR)
-    logging.getLogger("megafsdp.training").setLevel(logging.INFO if is_first else logging.ERROR)
+    # What a recipe leaves unquantized is said by megafsdp.fsdp.
+    for name in ("megafsdp.training", "megafsdp.fsdp"):
+        logging.getLogger(name).setLevel(logging.INFO if is_first else logging.ERROR)
 
 
 def _is_first() -> bool:

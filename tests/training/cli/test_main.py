@@ -24,6 +24,19 @@ def test_train_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "step 2/2" in capsys.readouterr().out
 
 
+def test_train_says_what_a_recipe_leaves_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the reason: a run must show whether its weights are in codes."""
+    write_corpus(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(tiny(tmp_path, precision={"recipe": "mxfp8"}, train={"steps": 2})))
+    assert main(["train", "--config", str(path)]) == 0
+    lines = [line for line in caplog.messages if "weights in codes of mxfp8" in line]
+    assert len(lines) == 1
+    assert "embedding" in lines[0].partition("others stay as they are: ")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
