@@ -170,6 +170,22 @@ def prepare(options: PrepOptions) -> PrepRecord:
         return _prepare(options, files, tokenizer, input_sha256)
 
 
+def recorded_tokenizer(prefix: str) -> tuple[str, int] | None:
+    """Return the tokenizer that token files were prepared with and its vocabulary; None if unknown.
+
+    Args:
+        prefix: Path of the files without .bin and .idx; of :func:`prepare` or of another program.
+    """
+    path = Path(prefix)
+    if path.name not in _SPLITS:
+        return None
+    try:
+        values = json.loads((path.parent / _META_FILE).read_text())
+        return str(values["tokenizer"]), int(values["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _remove_leftovers(folder: Path) -> None:
     """Delete the temporary files of preparations that were killed; no other one is running."""
     for name in (*_SPLITS, _META_FILE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from megafsdp.data import (
     split_ranges,
     token_range,
 )
+from megafsdp.data.prep import recorded_tokenizer
+from megafsdp.data.tokenizer import BYTE_SPEC
 from megafsdp.errors import DataError, expected
 from megafsdp.training.config.sections import Config, require
 from megafsdp.training.config.validate import split_shares
 
+_LOGGER = logging.getLogger("megafsdp.training")
 _Part = tuple[IndexedDataset, range]
 
 
@@ -62,6 +66,8 @@ def build_datasets(
     """
     data = config.data
     train_parts, held_out = _parts(config, vocab_size, tokenizer)
+    if tokenizer is not None:
+        _warn_of_other_tokenizer(config, tokenizer)
     for part in train_parts:
         _check_not_empty(part)
     weights = data.weights
@@ -146,6 +152,23 @@ def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | 
         f"token {largest} in file '{indexed.data_path}'",
         "Set it to the tokenizer that the data was prepared with, or to null",
     )
+
+
+def _warn_of_other_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Warn where a record beside the files names another tokenizer, though its tokens fit.
+
+    Paths do not decide, as files may have moved: only bytes or a vocabulary of another size do.
+    """
+    spec, prefixes = config.tokenizer, [*config.data.train, *config.data.validation]
+    records = {record: p for p in prefixes if (record := recorded_tokenizer(p)) is not None}
+    for (recorded, vocab_size), prefix in records.items():
+        is_same = (recorded == BYTE_SPEC) == (spec == BYTE_SPEC)
+        if not is_same or vocab_size != tokenizer.vocab_size:
+            _LOGGER.warning(
+                "'%s' was prepared with the tokenizer '%s' of %d tokens, not with '%s' of %d: bits"
+                " per byte and text samples are wrong. Set data.tokenizer to it, or to null.",
+                *(prefix, recorded, vocab_size, spec, tokenizer.vocab_size),
+            )
 
 
 def _samples(config: Config, part: _Part, *, num_samples: int | None) -> SampleDataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,31 @@ def test_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path, largest=300)
     with pytest.raises(DataError, match=r"token 300.*train\.bin.*at least 301"):
         _build(tmp_path, vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "is_other"),
+    [
+        ({"tokenizer": "byte", "vocab_size": 320}, False),
+        ({"tokenizer": "bpe", "vocab_size": 320}, True),
+        ({"tokenizer": "byte", "vocab_size": 384}, True),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_a_record_of_another_tokenizer_is_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recorded: dict[str, object] | None,
+    is_other: bool,
+) -> None:
+    """Its tokens fit, so only what prep has recorded tells it apart; said once for both files."""
+    write_corpus(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps(recorded))
+    build_datasets(tiny(tmp_path), vocab_size=320, tokenizer=ByteTokenizer())
+    said = [m for m in caplog.messages if "was prepared with the tokenizer" in m]
+    assert len(said) == is_other
+    assert all("not with 'byte' of 320" in message for message in said)
 
 
 def test_tokenizer_of_other_data_is_refused(tmp_path: Path) -> None:
