@@ -26,6 +26,7 @@ from megafsdp.training.dry_run.dry_run import dry_run, split_options
 from megafsdp.training.generate import GenerateOptions, generate
 from megafsdp.training.loop import train
 from megafsdp.training.metrics.terminal import escape_controls
+from megafsdp.training.metrics.tracker import check_trackers
 from megafsdp.training.pictures.dry_run_page import write_dry_run
 from megafsdp.training.pictures.page import require_library
 from megafsdp.training.pictures.run_report import write_report
@@ -73,6 +74,7 @@ def _train(words: Sequence[str]) -> None:
         return
     if wanted.html_path is not None:
         require_library()
+    check_trackers(config)
     report = dry_run(config, wanted.world_size)
     print(report.to_json() if wanted.as_json else report.describe())
     if wanted.html_path is not None:

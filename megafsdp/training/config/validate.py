@@ -37,6 +37,27 @@ def validate(config: Config, *, world_size: int) -> None:
         world_size: Number of ranks it is started with.
 
     Raises:
+        ConfigError: A value is missing or out of its range, or values contradict each other.
+    """
+    validate_given(config, world_size=world_size)
+    _check_length(config.train)
+    require(
+        bool(config.data.train),
+        "data.train",
+        "at least one prefix of token files",
+        "none",
+        "Write files with `megafsdp prep` and give their path without .bin",
+    )
+
+
+def validate_given(config: Config, *, world_size: int) -> None:
+    """Check as :func:`validate`, of a run whose data and length may be missing; local.
+
+    Args:
+        config: The run.
+        world_size: Number of ranks.
+
+    Raises:
         ConfigError: A value is out of its range, or values contradict each other.
     """
     require(
@@ -46,8 +67,9 @@ def validate(config: Config, *, world_size: int) -> None:
         f"the URL '{config.run.directory}'",
         "Set checkpoint.directory to the URL, and run.directory to a folder of this machine",
     )
-    validate_sharding(config, world_size=world_size)
-    _check_length(config.train)
+    _check_sharding(config, world_size)
+    if config.train.steps is not None or config.train.samples is not None:
+        _check_length(config.train)
     _check_profile(config, world_size)
     _check_data(config.data, config.model.resolve())
 
@@ -75,16 +97,8 @@ def validate_schedule(config: Config, *, num_samples: int) -> None:
     )
 
 
-def validate_sharding(config: Config, *, world_size: int) -> None:
-    """Check what decides the model, how ranks share it, and a step's batches; local.
-
-    Args:
-        config: The run, perhaps without data and length.
-        world_size: Number of ranks.
-
-    Raises:
-        ConfigError: A value is out of its range, or values contradict each other.
-    """
+def _check_sharding(config: Config, world_size: int) -> None:
+    """Check what decides the model, how ranks share it, and a step's batches."""
     model = config.model.resolve()
     config.activation_checkpointing.resolve()
     config_from_dict(config.to_dict())
@@ -398,7 +412,7 @@ def _check_length(train: TrainSection) -> None:
     require(
         train.samples is None or train.samples >= train.global_batch_size,
         "train.samples",
-        f"at least one global batch, {train.global_batch_size},",
+        f"at least one global batch, {train.global_batch_size}",
         train.samples,
         "Train longer, or make the batch smaller",
     )
@@ -417,14 +431,7 @@ def _check_profile(config: Config, world_size: int) -> None:
 
 def _check_data(data: DataSection, model: ModelConfig) -> None:
     require(
-        bool(data.train),
-        "data.train",
-        "at least one prefix of token files",
-        "none",
-        "Write files with `megafsdp prep` and give their path without .bin",
-    )
-    require(
-        data.weights is None or len(data.weights) == len(data.train),
+        data.weights is None or not data.train or len(data.weights) == len(data.train),
         "data.weights",
         f"one weight for each of {len(data.train)} prefixes",
         data.weights,
@@ -442,7 +449,7 @@ def _check_data(data: DataSection, model: ModelConfig) -> None:
     require(
         data.sequence_length <= model.max_sequence_length,
         "data.sequence_length",
-        f"at most the model's max_sequence_length, {model.max_sequence_length},",
+        f"at most the model's max_sequence_length, {model.max_sequence_length}",
         data.sequence_length,
         "Shorten it, or raise model.max_sequence_length",
     )

@@ -27,7 +27,7 @@ from megafsdp.optimizer.states.formats import PLAIN_DTYPES
 from megafsdp.parallel import parallelize
 from megafsdp.training.config.optimizer_sections import OptimizerSection
 from megafsdp.training.config.sections import Config
-from megafsdp.training.config.validate import validate_sharding
+from megafsdp.training.config.validate import validate_given, validate_schedule
 from megafsdp.training.dry_run.bytes import (
     MOST_OF_AUTO,
     HostFootprint,
@@ -344,7 +344,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             number where ``parallel.dp_shard`` is -1.
 
     Raises:
-        ConfigError: The configuration cannot be run on so many ranks.
+        ConfigError: The configuration cannot be run on so many ranks, as far as that shows without
+            data and checkpoints.
         NotImplementedError: All parameters are on the host.
     """
     start_s = time.perf_counter()
@@ -358,7 +359,9 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             )
         )
     size = _world_size(config) if world_size is None else world_size
-    validate_sharding(config, world_size=size)
+    validate_given(config, world_size=size)
+    if config.num_samples and not config.schedule.from_checkpoint:
+        validate_schedule(config, num_samples=config.num_samples)
     dims, parallel = config.parallel.dims().resolve(size), config.parallel
     model_config = config.model.resolve()
     with torch.device("meta"):

@@ -25,6 +25,7 @@ from tests.ranks import Ranks
 from tests.training.runs import MIXTURE, tiny, write_corpus
 from tests.training.step.steps import train_configured
 
+WSD = ["--dry-run", "8", "--train.global_batch_size=8", "--schedule.kind=wsd"]
 MATRIX = pytest.mark.matrix("dry-run")
 EIGHT_BILLION = [
     "--model.preset=qwen3-8b",
@@ -569,6 +570,18 @@ def test_number_of_ranks_must_be_one(words: list[str]) -> None:
             "key_heads, 2, got 8",
         ),
         (["--dry-run", "8", "--parallel.ep=2"], "parallel.ep"),
+        (["--dry-run", "8", "--run.directory=s3://bucket/run"], "the URL 's3://bucket/run'"),
+        (["--dry-run", "8", "--train.steps=1", "--train.samples=8"], "either steps or samples"),
+        (["--dry-run", "8", "--train.samples=3"], "train.samples"),
+        (["--dry-run", "8", "--logging.profile={ranks: [8]}"], "ranks below the 8 of the run"),
+        (["--dry-run", "8", "--logging.trackers=[no_module:X]"], "logging.trackers 'no_module:X'"),
+        (["--dry-run", "8", "--data.split=a"], "data.split"),
+        (["--dry-run", "8", "--data.train=[a]", "--data.weights=[1, 2]"], "data.weights"),
+        (["--dry-run", "8", "--data.sequence_length=100000"], "max_sequence_length"),
+        (
+            [*WSD, "--train.steps=1", "--schedule.decay_samples=100"],
+            "decay within the run's 8 samples",
+        ),
     ],
 )
 def test_refusals_are_one_message(
