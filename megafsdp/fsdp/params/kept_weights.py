@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megafsdp.errors import expected, listed
+from megafsdp.errors import ConfigError, expected, listed
 from megafsdp.quantize.recipes import QuantizationRecipe
 
 
@@ -44,16 +44,17 @@ def check_any_is_quantized(
         where: The call, for the message.
 
     Raises:
-        ValueError: They leave all as it is; lists what there is.
+        ConfigError: They leave all as it is; lists what there is.
     """
     names = sorted({recipe.name for recipe in recipes})
     if names and reasons and all(reasons.values()):
-        raise ValueError(
+        raise ConfigError(
             expected(
                 f"weights that {' or '.join(names)} can quantize",
                 "; ".join(describe_kept(reasons)),
                 where=where,
-                hint="Leave out the recipe, choose another one, or declare weights of your own "
-                "layers by annotate(..., is_linear_weight=True)",
+                hint="Leave out the recipe, which is precision.recipe of a run, choose another "
+                "one, or declare weights of your own layers by annotate(..., "
+                "is_linear_weight=True)",
             )
         )

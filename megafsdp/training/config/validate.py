@@ -114,6 +114,7 @@ def _check_sharding(config: Config, world_size: int) -> None:
     _check_optimizer(config)
     _check_dtypes(config)
     _check_quantization(config)
+    _check_compile(config)
     _check_names(config)
 
 
@@ -376,6 +377,20 @@ def _check_quantization(config: Config) -> None:
         precision.recipe,
         "Leave out the recipe, or parallel.offload_parameters and optimizer.offload_fraction:"
         " codes are made on the device",
+    )
+
+
+def _check_compile(config: Config) -> None:
+    """Check that torch has the compiler; a list that takes seconds to import, so only if asked."""
+    if not config.compile.layers:
+        return
+    known, backend = torch.compiler.list_backends(exclude_tags=()), config.compile.backend
+    require(
+        backend in known,
+        "compile.backend",
+        f"one of {', '.join(known)}",
+        repr(backend),
+        "Use inductor, or install the package that adds it",
     )
 
 

@@ -61,6 +61,19 @@ def test_error_of_the_user_is_one_message(
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("more", [["--train.steps=1"], ["--dry-run"]])
+def test_a_recipe_that_fits_no_weight_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """By a run and by a dry run; it names the option."""
+    write_corpus(tmp_path)
+    path = tmp_path / "config.yaml"
+    odd = {"precision": {"recipe": "mxfp8"}, "model": {"hidden_size": 40}}
+    path.write_text(to_yaml(tiny(tmp_path, **odd)))
+    assert main(["train", "--config", str(path), *more]) == 2
+    assert "Leave out the recipe, which is precision.recipe" in capsys.readouterr().err
+
+
 def test_prep_writes_files_that_train_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,6 +116,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
             {"lr_multipliers": {"*norm*": 2.0, "*emb": 2.0}},
             "'[*]emb'. that match none",
         ),
+        ("compile", {"layers": True, "backend": "xla"}, "one of .*, inductor, .*, got 'xla'"),
         ("muon", {"ns_steps": 3}, "optimizer.kind muon"),
         ("muon", {"momentum": 1.0}, "muon.momentum"),
         ("muon", {"ns_steps": 0}, "muon.ns_steps"),
