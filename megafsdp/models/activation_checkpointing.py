@@ -50,7 +50,8 @@ class ActivationCheckpointing:
     Attributes:
         mode: ``none`` keeps all activations. ``full`` keeps a layer's input and runs the layer
             again. ``selective`` keeps the outputs of matrix products and attention too, and
-            recomputes the cheap rest: norms, activation functions, rotations.
+            recomputes the cheap rest: norms, activation functions, rotations. Of layers that
+            inductor compiles it keeps attention alone.
         every: Layers 0, ``every``, 2 * ``every`` and so on are checkpointed, the others not.
         use_reentrant: torch's older implementation, for ``full`` only: it records no graph in
             forward, and gives no gradients unless the layer's input requires one.

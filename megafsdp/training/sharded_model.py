@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -10,6 +12,10 @@ from megafsdp.mesh.parallel_dims import Meshes
 from megafsdp.models import ModelConfig, build_model, unit_classes
 from megafsdp.parallel import parallelize
 from megafsdp.training.config.sections import Config
+
+_LOGGER = logging.getLogger("megafsdp.training")
+# Inductor writes products into buffers of its own, by operators that no choice can keep.
+_RECOMPUTES_PRODUCTS = ("inductor", "selective")
 
 
 def build_sharded(
@@ -30,6 +36,12 @@ def build_sharded(
     model.activation_checkpointing = config.activation_checkpointing.resolve()
     layers, parallel = unit_classes(model_config), config.parallel
     if config.compile.layers:
+        if (config.compile.backend, config.activation_checkpointing.mode) == _RECOMPUTES_PRODUCTS:
+            _LOGGER.warning(
+                "Layers that inductor compiles recompute matrix products under selective"
+                " checkpointing, and keep attention alone. Choose another compile.backend to keep"
+                " them."
+            )
         for layer in (module for module in model.modules() if isinstance(module, layers)):
             # In place: the names of parameters stay. Hooks of units run outside of the graph.
             layer.compile(backend=config.compile.backend)

@@ -231,6 +231,26 @@ def test_recomputation_is_what_the_configuration_says(tmp_path: Path) -> None:
     assert _choice_of_run(config) == ActivationCheckpointing("full", 2, True)
 
 
+@pytest.mark.parametrize(
+    ("backend", "mode"), [("inductor", "selective"), ("eager", "selective"), ("inductor", "full")]
+)
+def test_products_that_are_not_kept_are_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    mode: str,
+) -> None:
+    """Of layers that inductor compiles, selective checkpointing recomputes what it should keep."""
+    write_corpus(tmp_path)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+    compiled = {"layers": True, "backend": backend}
+    sections = {"compile": compiled, "activation_checkpointing": {"mode": mode}}
+    train(tiny(tmp_path, train={"steps": 1}, data={"validation": []}, **sections))
+    is_warned = any("recompute matrix products" in message for message in caplog.messages)
+    assert is_warned == ((backend, mode) == ("inductor", "selective"))
+
+
 def _dtypes_of_run(config: Config) -> set[tuple[torch.dtype, torch.dtype]]:
     """Return the dtypes of main weights and main gradients at the first step of the optimizer."""
     found: set[tuple[torch.dtype, torch.dtype]] = set()

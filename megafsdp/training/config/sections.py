@@ -138,7 +138,7 @@ class ActivationCheckpointingSection:
 
     Attributes:
         mode: none saves all activations, full the input of a layer only, selective the outputs of
-            matrix products and attention too.
+            matrix products and attention too; of layers that inductor compiles, of attention alone.
         every: Checkpoint layers 0, every, 2 * every and so on.
         use_reentrant: torch's older implementation, for full only.
     """
