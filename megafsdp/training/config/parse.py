@@ -72,6 +72,8 @@ class _Dumper(yaml.SafeDumper):
 
 # PyYAML reads 1e3 as text. A date is text here, as no field is one.
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+# PyYAML reads 010 as 8, 1:30 as 90 and 0x10 as 16. Here they are text, which no number may be.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: _decimal(node.value))
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -229,6 +231,11 @@ def _help(wanted: Collection[str]) -> str:
     is_all = _ALL_SECTIONS in wanted
     chosen = {name: cls for name, cls in known.items() if is_all or name in wanted}
     return _parser(chosen).format_help()
+
+
+def _decimal(text: str) -> int | str:
+    is_decimal = re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", text) is not None
+    return int(text.replace("_", "")) if is_decimal else text
 
 
 def _text(word: str) -> str | None:

@@ -231,7 +231,8 @@ class ScheduleSection:
         decay_samples: Length of the fall; null for the rest of the run (cosine) or its last fifth
             (wsd).
         decay_shape: Shape of wsd's fall.
-        min_lr_ratio: Lowest learning rate, as a share of the highest.
+        min_lr_ratio: Lowest learning rate, as a share of the highest. The last step of the fall has
+            it, so with 0 that step changes nothing.
         from_checkpoint: On resume follow the checkpoint's schedule where this one differs.
     """
 

@@ -119,6 +119,13 @@ def test_key_that_stands_twice_is_refused(tmp_path: Path, text: str, found: str)
         parse_config(["--config", _write(tmp_path, text)])
 
 
+def test_whole_numbers_are_decimal() -> None:
+    """With a sign and with underscores between digits too."""
+    words = ["--train.steps", "1_000", "--run.seed", "+7", "--schedule.warmup_samples", "0"]
+    config = parse_config(words)
+    assert (config.train.steps, config.run.seed, config.schedule.warmup_samples) == (1000, 7, 0)
+
+
 def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
     """One value may be written once and meant in several places."""
     text = "data: {train: &files [a], validation: *files}\ntrain: {steps: 7}\nmuon: {eps: 7}"
@@ -132,6 +139,9 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
         (["--optimizer.lr", ".inf"], "optimizer.lr to be a number above 0, got inf, which is not"),
         (["--train.steps", "1.5"], "train.steps to be a whole number above 0 or null, got 1.5"),
         (["--train.steps", "true"], "train.steps to be a whole number above 0 or null, got true"),
+        (["--train.steps", "010"], "a whole number above 0 or null, got the text '010'"),
+        (["--train.steps", "0x10"], "a whole number above 0 or null, got the text '0x10'"),
+        (["--train.steps", "1:30"], "a whole number above 0 or null, got the text '1:30'"),
         (
             ["--train.steps", ""],
             "train.steps to be a whole number above 0 or null, got the text ''",
@@ -210,6 +220,7 @@ TEXTS = [
     "a # b",
     "1e3",
     "-1.5E7",
+    "010",
     "[a]",
     "'a'",
     " a ",
