@@ -9,21 +9,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/setup_env.sh
 
 run=runs/quickstart
-directory=$run
 options=(--config examples/configs/quickstart.yaml)
 is_fresh=
 is_question=
-previous=
 for argument in "$@"; do
-  # The report is drawn where the options say that the run lies.
-  if [ "$previous" = --run.directory ]; then
-    directory=$argument
-  fi
   case "$argument" in
-    --run.directory=*) directory=${argument#--run.directory=} ;;
     -h | --help | --print-config) is_question=1 ;;
   esac
-  previous=$argument
   if [ "$argument" = --fresh ]; then
     is_fresh=1
   else
@@ -79,6 +71,10 @@ done
 trap - TERM INT
 # A run that was told to stop ends at once; the next start draws it.
 if [ "$status" -eq 0 ] && [ -z "$was_interrupted" ]; then
+  # Where the run lies may stand in an option or in a file of --config.
+  directory=$("$PYTHON" -c 'import sys
+from megafsdp.training.config.parse import parse_config
+print(parse_config(sys.argv[1:]).run.directory)' "${options[@]}")
   "$PYTHON" -m megafsdp report "$directory" || status=$?
 fi
 exit "$status"
