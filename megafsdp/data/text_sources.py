@@ -8,6 +8,7 @@ are opened in ``megafsdp.data.compression``, tables read in ``megafsdp.data.tabl
 from __future__ import annotations
 
 import ast
+import codecs
 import glob
 import json
 import os
@@ -181,6 +182,8 @@ def file_documents(
                 return
             for number, line in enumerate(stream.lines, start=1):
                 where = f"file '{path}', line {number}"
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     text = _json_text(_decoded(line, where, encoding_errors), json_key, where)
                     text = _encodable(text, where, encoding_errors)

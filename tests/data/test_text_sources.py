@@ -98,6 +98,9 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     lines = '{"text": "one", "n": 1}\n\n{"text": "two\\nlines"}\n{"text": ""}'
     assert _read(_file(tmp_path / "a.jsonl", lines)) == ["one", "two\nlines", ""]
     assert _read(_file(tmp_path / "b.ndjson", '{"body": "x"}'), json_key="body") == ["x"]
+    marked = '\ufeff{"text": "one"}\n{"text": "two"}\n'
+    for name in ("c.jsonl", "c.json"):
+        assert _read(_file(tmp_path / name, marked)) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
