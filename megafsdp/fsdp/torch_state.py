@@ -16,7 +16,31 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megafsdp.errors import expected
-from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of
+from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
+
+
+def refuse_split_backward(module: nn.Module, schedule: str) -> None:
+    """Raise if a pipeline that splits backward has a unit below the module of a stage.
+
+    Raises:
+        NotImplementedError: It has.
+    """
+    units = units_below([module])
+    if units:
+        raise _split_backward(f"{schedule}, and a unit of megafsdp at '{next(iter(units))}'")
+
+
+def _split_backward(got: str) -> NotImplementedError:
+    # Weights are looked for in the graph between forward and backward, where ours are sharded.
+    return NotImplementedError(
+        expected(
+            "a pipeline whose stages run the backward of inputs and weights at once",
+            got,
+            where="the schedule of torch.distributed.pipelining",
+            hint="Use Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS instead of "
+            "ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble or ScheduleDualPipeV",
+        )
+    )
 
 
 def mark_managed(modules: Iterable[nn.Module], is_managed: bool = True) -> None:
@@ -59,7 +83,16 @@ class TorchState:
         return self
 
     def _root_post_backward_final_callback(self) -> None:
-        self._unit().require_context().end_backward()
+        context = self._unit().require_context()
+        groups = [group for group in context.groups if group.is_trainable]
+        # Also where a schedule was not known to split it: no gradient may be lost in silence.
+        if (
+            context.has_unfinished_backward
+            and groups
+            and not any(g.gradients.has_any for g in groups)
+        ):
+            raise _split_backward("a backward of a pipeline's stage that left no gradient at all")
+        context.end_backward()
 
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

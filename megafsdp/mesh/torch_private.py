@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -206,6 +207,40 @@ def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
 
     fully_shard_file._get_modules_and_states = checked
     replicate_with_fsdp._get_modules_and_states = checked
+
+
+def check_before_split_backwards(check: Callable[[nn.Module, str], None]) -> None:
+    """Have torch's pipelines that split backward call ``check`` before each step that trains.
+
+    They make the gradients of inputs first, and later those of the weights that a module shows
+    between forward and backward. ``check`` is called on all ranks, with the module of each stage
+    and the schedule's name. Nothing is done until pipelining is imported, which takes a second.
+    Public: none; a stage calls nothing of its module that tells. 2.11 to 2.13.
+    """
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is not None:
+        _check_before_steps(schedules, check)
+
+
+@functools.cache
+def _check_before_steps(schedules: Any, check: Callable[[nn.Module, str], None]) -> None:
+    """Have steps of schedules begin with the check. Public: none. 2.11 to 2.13."""
+    step = schedules.PipelineScheduleMulti.step
+
+    @functools.wraps(step)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # In the order of each rank an idle time is None.
+        actions = (action for order in self.pipeline_order.values() for action in order if action)
+        if self._has_backward and any(
+            action.computation_type is schedules.BACKWARD_INPUT for action in actions
+        ):
+            for stage in self._stages:
+                # A builder of the user's runs the gradients of weights; the rest is one backward.
+                if stage.dw_builder is None:
+                    check(stage.submod, type(self).__name__)
+        return step(self, *args, **kwargs)
+
+    schedules.PipelineScheduleMulti.step = checked
 
 
 @dataclass(frozen=True, slots=True)

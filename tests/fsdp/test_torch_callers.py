@@ -20,7 +20,13 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining._backward import stage_backward_input
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -151,6 +157,66 @@ def test_torchs_pipelining_trains_as_one_process(
     """Two stages on two ranks each in every strategy, and four that are interleaved."""
     for strategy in strategies:
         ranks(4).run(_pipelined, kind, strategy)
+
+
+def _split_backward(kind: type[PipelineScheduleMulti], strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pp, rank = mesh["pp"], mesh["pp"].get_local_rank()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+    is_v = kind is not ScheduleInterleavedZeroBubble
+    indices = [rank, NUM_LAYERS - 1 - rank] if is_v else [rank, rank + 2]
+    parts = {i: _stage(layers[i : i + 1], mesh["dp"], strategy) for i in indices}
+    stages = [
+        PipelineStage(part, index, NUM_LAYERS, torch.device("cpu"), group=pp.get_group())
+        for index, part in parts.items()
+    ]
+    schedule = kind(stages, NUM_MICROBATCHES, loss_fn=F.mse_loss)
+    x = torch.randn(2 * NUM_MICROBATCHES, WIDTH)
+    inputs = [x] if 0 in parts else []
+    with pytest.raises(NotImplementedError, match=r"Use Schedule1F1B.*instead of Schedule"):
+        schedule.step(*inputs, target=x)
+    # Before any forward.
+    assert not any(part._fsdp_unit().context for part in parts.values())
+    if not is_v:
+        schedule.eval(*inputs, target=x)
+
+
+@pytest.mark.parametrize(
+    "kind", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
+)
+def test_pipelines_that_split_backward_are_refused_on_all_ranks(ranks: Ranks, kind: Any) -> None:
+    """Before the first forward of a step; weights would be looked for where they are sharded."""
+    for strategy in ("optim_grads_params", "no_shard"):
+        ranks(2).run(_split_backward, kind, strategy)
+
+
+def _split_backward_alone(strategy: str) -> None:
+    net = fully_shard(Block(), strategy=strategy)
+    stage = PipelineStage(net, 0, 2, torch.device("cpu"))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    net.set_is_last_backward(False)
+    net.set_requires_gradient_sync(False)
+    out = net(x)
+    if strategy == "no_shard":
+        stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+        with pytest.raises(NotImplementedError, match=r"left no gradient.*Use Schedule1F1B"):
+            stage.perform_reduce_grad(1)
+    else:
+        with pytest.raises(NotImplementedError, match=r"'view'.*Use Schedule1F1B or"):
+            stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
+    # A whole backward is reduced.
+    net.reset_iter_state()
+    net.set_is_last_backward(False)
+    net(x).sum().backward()
+    stage.perform_reduce_grad(1)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_a_split_backward_loses_no_gradient_in_silence(ranks: Ranks) -> None:
+    """Where the schedule was not known: at a view of a weight, or when gradients are reduced."""
+    for strategy in ("optim_grads_params", "no_shard"):
+        ranks(2).run(_split_backward_alone, strategy)
 
 
 class Scorer(nn.Module):

@@ -65,6 +65,8 @@ _CALLERS: dict[tuple[str, str], str] = {
     "prepare the model with FullyShardedDataParallelPlugin(fsdp_version=2), which leaves it alone",
     ("safetensors", "save_file"): "Give it megafsdp.full_state_dict(model)",
     ("safetensors", "save_model"): "Give save_file() megafsdp.full_state_dict(model)",
+    ("torch", "stage_backward_input"): "Use Schedule1F1B or ScheduleInterleaved1F1B, which run the "
+    "backward of inputs and weights at once",
     ("torch", "parameters_to_vector"): "Give it the full_tensor() of each parameter",
     ("torch", "vector_to_parameters"): "Use megafsdp.load_full_state_dict()",
 }

@@ -161,6 +161,12 @@ class GradientReducer:
         return any(p.grad is not None for p in self._parameters)
 
     @property
+    def has_any(self) -> bool:
+        """Return whether this rank has a gradient of any parameter, in ``.grad`` or on its way."""
+        is_shown = any(p.grad is not None for p in self.main_grad.parameters)
+        return is_shown or self.has_grads or any(self._used)
+
+    @property
     def _packs(self) -> bool:
         """Return whether sums read a packed buffer: more than one rank makes them, or a library."""
         # On a device a kernel a parameter would cost more than one pass less saves.

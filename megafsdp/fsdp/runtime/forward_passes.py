@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from megafsdp.device.torch_private import base_of
 
@@ -85,3 +86,56 @@ class PendingForwards:
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
         """Return whether a forward is counted that is a part of one of these passes."""
         return any(self._by_pass.get(each) for each in passes)
+
+
+class ModuleRun:
+    """One forward through a unit's modules: which of them have yet to end.
+
+    Args:
+        modules: The unit's modules.
+
+    Attributes:
+        token: The forward in autograd's graph; None without a graph.
+    """
+
+    __slots__ = ("_begun", "_to_end", "token")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._to_end = {id(module) for module in modules}
+        self._begun: set[int] = set()
+        self.token: ForwardToken | None = None
+
+    def begin(self, module: nn.Module) -> None:
+        """Note that a module's forward begins."""
+        self._begun.add(id(module))
+
+    def end(self, module: nn.Module) -> bool:
+        """Note that a module's forward has ended; tell whether all have."""
+        self._to_end.discard(id(module))
+        return not self._to_end
+
+    def has_to_end(self, module: nn.Module) -> bool:
+        """Return whether a module's forward has not ended."""
+        return id(module) in self._to_end
+
+    def is_running(self, module: nn.Module) -> bool:
+        """Return whether a module's forward has begun and not ended."""
+        return id(module) in self._begun and self.has_to_end(module)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a module has begun and not ended."""
+        return not self._begun.isdisjoint(self._to_end)
+
+    def goes_on_with(self, module: nn.Module, *, is_interrupted: bool) -> bool:
+        """Return whether a module that begins now is a part of this run.
+
+        Args:
+            module: The module.
+            is_interrupted: Whether the unit rests meanwhile.
+        """
+        if not self.has_to_end(module):
+            # A second call. The modules that ran before are not waited for again at rest.
+            return not is_interrupted
+        # One that began and never ended was cut short by an exception.
+        return id(module) not in self._begun

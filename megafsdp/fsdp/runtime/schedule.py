@@ -238,6 +238,7 @@ class FSDPContext:
 
     Attributes:
         is_last_microbatch: Whether no other microbatch comes before the optimizer's step.
+        has_unfinished_backward: Whether a backward has run and the last microbatch's has not ended.
         optimizer_may_start: Whether the user declared the microbatch to be the last: an optimizer
             may begin its step.
         forward_pass: The last pass that began.
@@ -251,7 +252,7 @@ class FSDPContext:
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
         self.is_last_microbatch = True
-        self.optimizer_may_start = False
+        self.has_unfinished_backward = self.optimizer_may_start = False
         self.forward_pass = ForwardPass()
         self.passes_in_backward: set[ForwardPass] = set()
         self.reductions = ReductionQueue()
@@ -391,6 +392,7 @@ class FSDPContext:
         if self._is_backward_running:
             return
         self._is_backward_running, self._is_backward_order_begun = True, False
+        self.has_unfinished_backward = True
         # The engine calls it on this thread, after the last node and before backward() returns.
         call_after_backward(self.end_backward)
 
@@ -429,6 +431,7 @@ class FSDPContext:
         if self.is_last_microbatch:
             self._finish_exchanges()
             self._agree_on_usage()
+            self.has_unfinished_backward = False
         self.passes_in_backward.clear()
         # A retained graph is not lost: its next begin_backward() counts the forward again.
         for unit in units:

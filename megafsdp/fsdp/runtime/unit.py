@@ -43,7 +43,7 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     map_tensors,
     tensors_of,
 )
-from megafsdp.fsdp.runtime.forward_passes import ForwardToken, PendingForwards
+from megafsdp.fsdp.runtime.forward_passes import ForwardToken, ModuleRun, PendingForwards
 from megafsdp.fsdp.runtime.guards import (
     guard_parameters,
     guard_state_dicts,
@@ -74,59 +74,6 @@ _TRANSITIONS = (
     # The backward of an earlier forward runs inside this one, which then ends at rest.
     (Phase.FORWARD, Phase.BACKWARD),
 )
-
-
-class ModuleRun:
-    """One forward through a unit's modules: which of them have yet to end.
-
-    Args:
-        modules: The unit's modules.
-
-    Attributes:
-        token: The forward in autograd's graph; None without a graph.
-    """
-
-    __slots__ = ("_begun", "_to_end", "token")
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._to_end = {id(module) for module in modules}
-        self._begun: set[int] = set()
-        self.token: ForwardToken | None = None
-
-    def begin(self, module: nn.Module) -> None:
-        """Note that a module's forward begins."""
-        self._begun.add(id(module))
-
-    def end(self, module: nn.Module) -> bool:
-        """Note that a module's forward has ended; tell whether all have."""
-        self._to_end.discard(id(module))
-        return not self._to_end
-
-    def has_to_end(self, module: nn.Module) -> bool:
-        """Return whether a module's forward has not ended."""
-        return id(module) in self._to_end
-
-    def is_running(self, module: nn.Module) -> bool:
-        """Return whether a module's forward has begun and not ended."""
-        return id(module) in self._begun and self.has_to_end(module)
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a module has begun and not ended."""
-        return not self._begun.isdisjoint(self._to_end)
-
-    def goes_on_with(self, module: nn.Module, *, is_interrupted: bool) -> bool:
-        """Return whether a module that begins now is a part of this run.
-
-        Args:
-            module: The module.
-            is_interrupted: Whether the unit rests meanwhile.
-        """
-        if not self.has_to_end(module):
-            # A second call. The modules that ran before are not waited for again at rest.
-            return not is_interrupted
-        # One that began and never ended was cut short by an exception.
-        return id(module) not in self._begun
 
 
 class FSDPUnit:
