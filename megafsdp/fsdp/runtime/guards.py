@@ -13,6 +13,7 @@ gets methods of its own, and the state dict hooks that torch offers.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
@@ -246,7 +247,6 @@ class GuardedUnit(Protocol):
     name: str
     groups: list[ParameterGroup]
     is_pinned: bool
-    shows_unsharded: bool
 
     @property
     def is_resting(self) -> bool:
@@ -294,7 +294,7 @@ def _show_main_weights(unit: GuardedUnit, where: str, *, is_read: bool) -> None:
     if unit.is_pinned and (is_cast or not is_read):
         refuse_summoned(where)
     # As torch does after unshard(): the state is that of the sharded parameters.
-    if unit.shows_unsharded:
+    if any(group.is_shown_unsharded for group in groups):
         unit.show_sharded()
     # A step that runs beside this thread still writes to the main weights, and over a load.
     for group in groups:
@@ -369,8 +369,10 @@ def _drop_own_meta_tensors(
     module: nn.Module, state: MutableMapping[str, object], prefix: str
 ) -> None:
     """Remove the module's own meta tensors: torch's setters add them for names that they lack."""
-    named = [*module.named_parameters(remove_duplicate=False)]
-    named += module.named_buffers(remove_duplicate=False)
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
     for name, own in named:
         if own.is_meta and state.get(f"{prefix}{name}") is own:
             del state[f"{prefix}{name}"]

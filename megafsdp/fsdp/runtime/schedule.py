@@ -118,6 +118,7 @@ class ScheduledUnit(Protocol):
     options: UnitOptions
     context: FSDPContext | None
     outstanding: PendingForwards
+    is_hidden: bool
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -168,9 +169,6 @@ class ScheduledUnit(Protocol):
 
     def end_partial_forward(self) -> None:
         """End a forward in which some of the unit's modules did not run."""
-
-    def end_hiding(self) -> None:
-        """End what began with an output in which no tensor was found."""
 
     def reset_after_error(self, *, keep_accumulated: bool) -> None:
         """Return to rest after an exception, with or without the sums of earlier microbatches."""
@@ -424,7 +422,7 @@ class FSDPContext:
         if self.is_last_microbatch:
             self._reduce_leftovers(units)
         for unit in units:
-            unit.end_hiding()
+            unit.is_hidden = False
         # Before backward() returns: users read .grad at once.
         self.reductions.finish()
         self._release_all(is_after_backward=True)

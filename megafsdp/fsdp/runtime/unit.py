@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
 from megafsdp.device.memory import ByteLedger
 from megafsdp.device.profiling import in_profiler_range
@@ -93,7 +92,6 @@ class FSDPUnit:
         num_rests: How often sharded parameters were shown or storage was freed, for a gather that
             began before.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
-        shows_unsharded: Whether modules have unsharded parameters, at work or by the user's wish.
         is_hidden: Whether no tensor was found in an output, so that backward cannot be seen to
             begin: it stays unsharded until one ends, of which its gradients tell.
         post_optim_event: What the next forward's first gather waits for.
@@ -116,14 +114,13 @@ class FSDPUnit:
         self.context: FSDPContext | None = None
         self.outstanding = PendingForwards()
         self.num_rests = 0
-        self.is_pinned = self.is_hidden = self.shows_unsharded = False
+        self.is_pinned = self.is_hidden = False
         self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
         # By id: the parameters are made once, and the groups own them.
         self._own_ids = frozenset(id(p.unsharded) for group in groups for p in group.parameters)
         self._run: ModuleRun | None = None
-        self._gradient_hooks: RemovableHandle | None = None
         self.rename("")
         for module in modules:
             attach(module, self)
@@ -252,7 +249,6 @@ class FSDPUnit:
 
     def show_unsharded(self, *, in_backward: bool = False) -> None:
         """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
-        self.shows_unsharded = True
         if not in_backward:
             follow_user(self.groups)
         for group in self.groups:
@@ -267,7 +263,6 @@ class FSDPUnit:
         """Put the sharded parameters into the modules, unless the unit is pinned."""
         self.num_rests += 1
         if not self.is_pinned:
-            self.shows_unsharded = False
             for group in self.groups:
                 group.show_sharded()
 
@@ -414,16 +409,12 @@ class FSDPUnit:
         parameters = [p.unsharded for group in self.groups for p in group.parameters]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if trainable:
-            self._gradient_hooks = register_multi_grad_hook(
-                trainable, lambda _: self.require_context().begin_whole_backward(), mode="any"
-            )
 
-    def end_hiding(self) -> None:
-        """End what began with an output in which no tensor was found."""
-        self.is_hidden = False
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.remove()
-            self._gradient_hooks = None
+            def begin(first_grad: torch.Tensor) -> None:
+                handle.remove()
+                self.require_context().begin_whole_backward()
+
+            handle = register_multi_grad_hook(trainable, begin, mode="any")
 
     def _release_after_forward(self, *, is_graph_built: bool) -> None:
         num_ranks = self.options.reshard_after_forward
@@ -524,8 +515,7 @@ class FSDPUnit:
         """Return to rest after an exception, without storage, with or without waiting sums."""
         if self._phase is not Phase.RESTING:
             self.phase = Phase.RESTING
-        self._run = None
-        self.end_hiding()
+        self._run, self.is_hidden = None, False
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()
