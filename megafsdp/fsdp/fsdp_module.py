@@ -334,12 +334,17 @@ class FSDPModule(_Mixin):
         The default is True on CUDA, where one communicator runs one collective at a time, and False
         on CPU. The choice applies to all units under one root.
         """
+        # A root that first runs later asks its units: the context of this one ends with that.
+        for unit in self._fsdp_units(recurse=recurse):
+            unit.options = replace(unit.options, separates_reductions=enable)
         self._fsdp_unit().require_context().separate_reductions(enable)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Choose how many reductions may be under way; each needs one unit's full gradients.
+
+        The largest choice of all units under one root counts, from the next backward on.
 
         Raises:
             TypeError: It is no int.
@@ -364,7 +369,8 @@ class FSDPModule(_Mixin):
                     hint="Use 1, which lets a reduction overlap with the next unit's backward",
                 )
             )
-        self._fsdp_unit().require_context().reductions.max_waiting = max_input_buffers
+        for unit in self._fsdp_units(recurse=recurse):
+            unit.options = replace(unit.options, max_reductions=max_input_buffers)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward's first gather wait for an event of the optimizer's stream.

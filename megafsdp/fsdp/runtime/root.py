@@ -110,7 +110,9 @@ def adopt_units_below(root: AttachedUnit) -> None:
         make_neighbours(unit.groups, unit.options.reshard_after_forward, context.extra_groups)
     # One NCCL communicator runs one collective at a time: a gather would wait for the reduction
     # before it. gloo runs them beside each other.
-    if any(group.device.type == "cuda" for unit in units.values() for group in unit.groups):
+    is_on_cuda = any(g.device.type == "cuda" for unit in units.values() for g in unit.groups)
+    choices = [unit.options.separates_reductions for unit in units.values()]
+    if any(choices) or (is_on_cuda and False not in choices):
         context.separate_reductions(True)
     for unit in units.values():
         unit.context = context

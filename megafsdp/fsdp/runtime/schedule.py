@@ -91,6 +91,10 @@ class UnitOptions:
         unshard_in_backward: Whether backward gathers the unit.
         requires_gradient_sync: Whether backward reduces gradients; False adds them up locally.
         requires_all_reduce: Whether sums go over the outer axis too, if there is one.
+        max_reductions: How many reductions may be under way; of units under one root the largest
+            counts, for they share one queue.
+        separates_reductions: Whether reductions have communicators of their own; None means as the
+            device wants it. One unit that wants them has them made for all under one root.
         forward_prefetch: Units to gather ahead in forward; None follows the recorded order.
         backward_prefetch: The same in backward.
     """
@@ -102,6 +106,8 @@ class UnitOptions:
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
+    max_reductions: int = 1
+    separates_reductions: bool | None = None
     forward_prefetch: tuple[weakref.ref[ScheduledUnit], ...] | None = None
     backward_prefetch: tuple[weakref.ref[ScheduledUnit], ...] | None = None
 
@@ -391,6 +397,9 @@ class FSDPContext:
             return
         self._is_backward_running, self._is_backward_order_begun = True, False
         self.has_unfinished_backward = True
+        chosen = (unit.options.max_reductions for unit in self.units)
+        # A model may be gone before its backward.
+        self.reductions.max_waiting = max(chosen, default=1)
         # The engine calls it on this thread, after the last node and before backward() returns.
         call_after_backward(self.end_backward)
 

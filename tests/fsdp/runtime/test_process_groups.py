@@ -24,10 +24,12 @@ from tests.ranks import RankPool, RanksError
 Ranks = Callable[[int], RankPool]
 
 
-def _groups_used(is_separate: bool) -> tuple[set[str], set[str]]:
+def _groups_used(is_separate: bool, by_inner: bool = False) -> tuple[set[str], set[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("o", "i"))
     reference, net = pair(mesh=mesh, outer_strategy="optim")
-    if is_separate:
+    if by_inner:
+        net.blocks[1].set_separate_reduce_scatter_group(is_separate)
+    elif is_separate:
         net.set_separate_reduce_scatter_group()
         net.set_separate_reduce_scatter_group(False)
         net.set_separate_reduce_scatter_group(True)
@@ -51,6 +53,16 @@ def test_reductions_may_have_communicators_of_their_own(ranks: Ranks) -> None:
         assert len(gathers) == len(reductions) == 2 and not gathers & reductions
 
 
+def test_an_inner_units_choice_of_communicators_outlives_the_roots_first_forward(
+    ranks: Ranks,
+) -> None:
+    """It applies to all units under the root."""
+    for gathers, reductions in ranks(4).run(_groups_used, True, True):
+        assert len(gathers) == len(reductions) == 2 and not gathers & reductions
+    for gathers, reductions in ranks(4).run(_groups_used, False, True):
+        assert gathers == reductions and len(gathers) == 2
+
+
 def _most_partials(num_buffers: int) -> int:
     reference, net = pair()
     net.set_reduce_scatter_max_input_buffers(num_buffers)
@@ -67,6 +79,31 @@ def test_as_many_reductions_are_under_way_as_the_user_allows(ranks: Ranks) -> No
     """One beside the unit that is being packed, or more."""
     assert ranks(2).run(_most_partials, 1) == [2, 2]
     assert ranks(2).run(_most_partials, 2) == [3, 3]
+
+
+def _partials_by_units() -> list[int]:
+    most = []
+    for chosen in ("inner", "root then inner", "inner then root"):
+        reference, net = pair()
+        if chosen == "inner":
+            net.blocks[1].set_reduce_scatter_max_input_buffers(2)
+        elif chosen == "root then inner":
+            net.set_reduce_scatter_max_input_buffers(2)
+            net.blocks[1].set_reduce_scatter_max_input_buffers(1)
+        else:
+            net.blocks[1].set_reduce_scatter_max_input_buffers(2)
+            net.set_reduce_scatter_max_input_buffers(1)
+        batch = batches(1)[0]
+        reference(*batch).backward()
+        net(*mine(batch)).backward()
+        assert_same_grads(net, reference)
+        most.append(net._fsdp_unit().ledger.peak_num_live[Category.PARTIAL_GRAD])
+    return most
+
+
+def test_of_all_units_choices_the_largest_number_of_reductions_counts(ranks: Ranks) -> None:
+    """Also one made before the root's first forward; the root's replaces those below it."""
+    assert ranks(2).run(_partials_by_units) == [[3, 3, 2]] * 2
 
 
 class _Skipping(Net):
