@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Placement
 
+from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import division_of, mesh_of, strategy_of
 from megafsdp.fsdp.eligible import check_quantization
@@ -35,6 +36,7 @@ from megafsdp.fsdp.grouping import (
     find_parameters,
     find_units,
     leave_out_tied,
+    move_buffers,
     place_parameters,
 )
 from megafsdp.fsdp.keywords import (
@@ -105,7 +107,8 @@ def fully_shard(
     Args:
         module: The module or modules, changed in place.
         mesh: The ranks: 1-D, or 2-D of an outer axis and of the ranks to divide among (HSDP,
-            HFSDP), with any axis names; None means one axis of all ranks.
+            HFSDP), with any axis names; None means one axis of all ranks. Parameters and buffers
+            are moved to its device, and inputs of the root at each forward.
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
         outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
@@ -148,6 +151,7 @@ def fully_shard(
     options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
+    move_buffers(modules, device_handle(mesh.device_type).device)
     for each in modules:
         mix_in(each)
     FSDPUnit(modules, groups, policy=policy, memory=memory, options=options)

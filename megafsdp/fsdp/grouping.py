@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.comm.agreement import rank_and_world_size
+from megafsdp.buffer.comm.collectives import backends
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import Division
@@ -403,6 +404,18 @@ def _axes_of(key: GroupKey, name: str, division: Division) -> DataParallelAxes:
     return axes.with_maxima_over(key.weight_mesh)
 
 
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the buffers below modules to the device of the mesh, as their parameters are; local.
+
+    The tensors stay the same objects. Those on the meta device stay there, DTensors are where their
+    own mesh is, and a mesh of meta devices has none. Those beside ignored parameters are moved too.
+    """
+    for module in modules if device.type != "meta" else ():
+        for buffer in module.buffers():
+            if not (buffer.is_meta or isinstance(buffer, DTensor) or buffer.device == device):
+                buffer.data = buffer.to(device)
+
+
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
     """Mark original and full parameters as owned, to recognise them elsewhere."""
     for item in found:
@@ -479,9 +492,11 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 
 
 def device_type_of(found: Sequence[FoundParameter]) -> str:
-    """Return the device type that all found parameters are on; ``cpu`` if there are none.
+    """Return the device type of a default mesh: that of all found parameters, or ``cpu``.
 
     Parameters on the meta device are on none; if all are, CUDA is taken where there is a device.
+    Where the default process group serves one type alone, as NCCL does, it is that one, and
+    parameters on the host are moved there.
 
     Raises:
         ValueError: They are on several.
@@ -496,7 +511,10 @@ def device_type_of(found: Sequence[FoundParameter]) -> str:
                 hint="Move the module to one device first",
             )
         )
-    # The mesh is made for the device that materialize() or a load will fill.
-    if types:
+    served = list(backends(dist.group.WORLD)) if dist.group.WORLD is not None else []
+    if types and not (types == ["cpu"] and len(served) == 1):
         return types[0]
+    if len(served) == 1:
+        return served[0]
+    # The mesh is made for the device that materialize() or a load will fill.
     return torch.device("cuda" if found and torch.cuda.is_available() else "cpu").type

@@ -100,7 +100,7 @@ class TorchState:
         unit = self._unit()
         self._is_part = unit.is_in_forward_of(module)
         if self._is_part:
-            return unit.cast_inputs(args, kwargs)
+            return unit.prepare_inputs(args, kwargs)
         return unit._pre_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pack_sequence
 
 import megafsdp
 from megafsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.fsdp.grouping import device_type_of, find_parameters, move_buffers
 from megafsdp.fsdp.runtime.autograd_hooks import map_tensors
 from tests.fsdp.toy import (
+    WIDTH,
     Block,
     Net,
     adamw,
@@ -344,6 +347,91 @@ def _buffers_and_parameterless() -> None:
 def test_buffers_stay_each_ranks_own_and_units_may_have_no_parameters(ranks: Ranks) -> None:
     """Batch norm's statistics follow the rank's rows; a parameterless unit passes gradients."""
     ranks(2).run(_buffers_and_parameterless)
+
+
+class _Routed(nn.Module):
+    """A block between buffers, beside a parameter that is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.BatchNorm1d(WIDTH), Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.block.register_buffer("shift", self.shift)
+
+    def forward(self, x: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
+        """Return the block's output."""
+        return self.block(self.norm(x)) + self.shift
+
+
+def _host_to_device() -> None:
+    # The meta device stands for one that is not the host.
+    mesh = init_device_mesh("meta", (dist.get_world_size(),))
+    with torch.device("meta"):
+        net = _Routed()
+    net.scale = nn.Parameter(torch.ones(WIDTH))
+    fully_shard(net.block, mesh=mesh)
+    fully_shard(net, mesh=mesh, ignored_params=[net.scale])
+    assert net.scale.device.type == "cpu"
+
+    seen: list[tuple[tuple[object, ...], dict[str, object]]] = []
+    for module in (net, net.block):
+        module.register_forward_pre_hook(lambda _, *inputs: seen.append(inputs), with_kwargs=True)
+    x, packed = torch.ones(3, WIDTH), pack_sequence([torch.ones(2), torch.ones(1)])
+    with torch.no_grad():
+        net(x, [x, "text"], packed=packed, mask={"rows": x})
+        (moved, (items, text), *_), named = seen[0]
+        assert moved.is_meta and items.is_meta and text == "text"
+        assert named["mask"]["rows"].is_meta and named["packed"].data.is_meta
+        assert named["packed"].batch_sizes.device.type == "cpu"
+    # Inner units take what the model gives them: one that runs under a root moves nothing.
+    context = net._fsdp_unit().require_context()
+    inner = net.block._fsdp_unit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "is_without_root", lambda _: False)
+        assert inner.prepare_inputs((x,), {})[0][0] is x
+
+
+def test_inputs_of_the_root_are_moved_to_the_device_of_the_mesh(ranks: Ranks) -> None:
+    """Ignored parameters stay where they are."""
+    ranks(1).run(_host_to_device)
+
+
+def test_buffers_are_moved_to_the_device_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay the same objects, as tied ones have to; those on the meta device stay there."""
+    net = _Routed()
+    net.register_buffer("later", torch.empty(2, device="meta"))
+    before = dict(net.named_buffers())
+    # A copy that can be told from the buffer stands for one on another device.
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone() + 7)
+    move_buffers([net], torch.device("cuda", 0))
+    assert dict(net.named_buffers()) == before and net.block.shift is net.shift
+    assert (net.shift == 7).all() and net.norm.num_batches_tracked == 7 and net.later.is_meta
+    move_buffers([net], torch.device("cpu"))
+    assert (net.shift == 7).all()
+
+
+def _device_of_default_mesh() -> None:
+    modules = {device: nn.Linear(3, 3, device=device) for device in ("cpu", "meta")}
+    found = {d: find_parameters([m], (), MixedPrecisionPolicy()) for d, m in modules.items()}
+    for config, on_host in (
+        ("cuda:nccl", "cuda"),
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda *_, config=config: config)
+            assert device_type_of(found["cpu"]) == on_host
+            if "," not in config:
+                assert device_type_of(found["meta"]) == config.partition(":")[0]
+
+
+def test_the_default_mesh_is_of_the_only_device_that_the_process_group_serves(
+    ranks: Ranks,
+) -> None:
+    """NCCL alone serves no host; where both are served the parameters decide."""
+    ranks(1).run(_device_of_default_mesh)
 
 
 def _all_frozen() -> None:

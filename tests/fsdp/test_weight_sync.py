@@ -156,7 +156,7 @@ def _order_of_hooks() -> list[str]:
     group = _groups_of(net)[0]
     handle = register_optimizer_step_pre_hook(lambda *_: events.append("before"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ParameterGroup, "mark_stale", lambda own: events.append("marked"))
+        patch.setattr(ParameterGroup, "mark_stale", lambda own, **_: events.append("marked"))
         torch.optim.SGD([group.parameters[0].sharded], lr=0.1).step()
     handle.remove()
     return events

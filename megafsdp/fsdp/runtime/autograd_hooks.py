@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from megafsdp.device.torch_private import base_of, untraced_hook
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken
@@ -104,6 +105,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
         return function(tree)
     if isinstance(tree, (list, tuple)):
         items = [map_tensors(item, function) for item in tree]
+        if isinstance(tree, PackedSequence):
+            items[1] = tree.batch_sizes  # On the host, wherever the data is.
         # The same object where nothing changed: a user may compare or share containers.
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
@@ -162,6 +165,13 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 
     map_tensors(tree, collect)
     return found
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """Return ``tree`` with tensors moved to ``device``; nothing is moved to the host."""
+    if device.type == "cpu":
+        return tree
+    return map_tensors(tree, lambda t: t.to(device))
 
 
 def cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -32,6 +32,7 @@ from megafsdp.device.torch_private import (
 )
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.freezing import follow_user, set_trainable, trainable_of
+from megafsdp.fsdp.params.meta import device_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
@@ -40,6 +41,7 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     EndOfBackward,
     cast_floating,
     map_tensors,
+    on_device,
     tensors_of,
 )
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken, ModuleRun, PendingForwards
@@ -293,7 +295,7 @@ class FSDPUnit:
         goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
         if not goes_on and not _is_in_backward():
             context.begin_forward(self)
-        args, kwargs = self.cast_inputs(args, kwargs)
+        args, kwargs = self.prepare_inputs(args, kwargs)
         if self._phase is Phase.BACKWARD:
             # A parameter that was replaced since forward would give another graph.
             refuse_replaced(self.groups)
@@ -318,10 +320,14 @@ class FSDPUnit:
             args, kwargs = self._watch_inputs(run, (args, kwargs))
         return args, kwargs
 
-    def cast_inputs(
+    def prepare_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs of a module in the dtype that the policy says."""
+        """Return inputs in the dtype that the policy says; of the root, on the units' device."""
+        context = self.require_context()
+        if context.is_root(self) or context.is_without_root(self):
+            # As torch: inner units may take lengths on the host.
+            args, kwargs = on_device((args, kwargs), device_of(self.groups or context.groups))
         dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
         args, kwargs = cast_floating((args, kwargs), dtype)
         return args, kwargs
@@ -467,7 +473,7 @@ class FSDPUnit:
     ) -> object:
         """Call a bound method of one of the unit's modules as its forward is called."""
         if self.is_in_forward_of(module):
-            args, kwargs = self.cast_inputs(args, kwargs)
+            args, kwargs = self.prepare_inputs(args, kwargs)
             return self.end_part(method(*args, **kwargs))
         args, kwargs = self._pre_forward(module, args, kwargs)
         try:

@@ -180,7 +180,7 @@ def _attempts() -> None:
         "add_": lambda p: p.detach().add_(1),
         "mul_": lambda p: p.detach().mul_(2),
         "elements": lambda p: p.detach().__setitem__(0, 1.0),
-        "data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+        "data": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=p.dtype)),
     }
     before = net(x).detach()
     for attempt in attempts.values():
