@@ -20,7 +20,7 @@ from transformers import Trainer
 from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
-from megafsdp.fsdp.fsdp_module import FSDPModule
+from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
 from megafsdp.fsdp.full_params import full_state_dict
 from megafsdp.fsdp.fully_shard import fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
@@ -60,6 +60,9 @@ class Sharded(Trainer):
         check_settings(given, "TrainingArguments of a sharded trainer")
         if not isinstance(model, FSDPModule):
             model = self.shard_model(model)
+            if callable(getattr(model, "generate", None)):
+                # Trainers call it, and it runs parts of the model by themselves.
+                register_fsdp_forward_method(model, "generate")
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
 

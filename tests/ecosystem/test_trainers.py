@@ -28,8 +28,15 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from megafsdp.integrations.transformers import FOLDER, Sharded
 
@@ -81,10 +88,32 @@ class MixedTuningTrainer(Sharded, TuningTrainer):
     """The trainer of TRL with our mix-in."""
 
 
+class MixedWritingTrainer(Sharded, Seq2SeqTrainer):
+    """The trainer of transformers that evaluates by writing, with our mix-in."""
+
+
+class MixedRewardingTrainer(Sharded, GRPOTrainer):
+    """The trainer of TRL that writes and rewards, with our mix-in."""
+
+
+class MixedPreferringTrainer(Sharded, DPOTrainer):
+    """The trainer of TRL for preferences, with our mix-in."""
+
+
 CLASSES = {
     "transformers": {False: PlainTrainer, True: MixedTrainer},
     "trl": {False: TuningTrainer, True: MixedTuningTrainer},
 }
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words that are numbers, apart by spaces."""
+    words = WordLevel({f"word{n}": n for n in range(VOCABULARY)}, unk_token="word0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="word0", bos_token="word1", eos_token="word2"
+    )
 
 
 def make_trainer(
@@ -98,19 +127,13 @@ def make_trainer(
         data = [{"input_ids": row, "labels": row} for row in rows]
         given = TrainingArguments(directory, **OPTIONS | options)
         return trainer_class(model, given, train_dataset=data, eval_dataset=data[:5])
-    words = {f"word{number}": number for number in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="word0")),
-        pad_token="word0",
-        eos_token="word2",
-    )
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.2)
     return trainer_class(
         model,
         SFTConfig(directory, **OPTIONS | {"bf16": False} | options),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
         eval_dataset=Dataset.from_dict({"input_ids": rows[:5]}),
-        processing_class=tokenizer,
+        processing_class=make_tokenizer(),
         peft_config=adapters if "save_steps" in options else None,
     )
 
@@ -343,3 +366,96 @@ def _choices(directory: Path) -> None:
 def test_arguments_of_the_trainer_choose_dtypes(ranks: Ranks, tmp_path: Path) -> None:
     """bf16 over fp32 main weights, also of models from model_init; fp16 and others are refused."""
     ranks(2).run(_choices, tmp_path)
+
+
+def _writes(directory: Path) -> None:
+    reference = build("t5").eval()
+    rows = [{"input_ids": list(range(3, 9 + 2 * n)), "labels": [5, 6, 7, 2]} for n in (0, 1)]
+    with launcher_environment():
+        given = Seq2SeqTrainingArguments(
+            directory,
+            **OPTIONS | {"predict_with_generate": True, "generation_max_length": 8},
+            per_device_eval_batch_size=1,
+        )
+        trainer = MixedWritingTrainer(copy.deepcopy(reference), given)
+        written = trainer.predict(rows).predictions
+    for row, text in zip(rows, written, strict=True):
+        wanted = reference.generate(torch.tensor([row["input_ids"]]), max_length=8)[0]
+        assert text[: len(wanted)].tolist() == wanted.tolist()
+
+
+def test_a_trainer_evaluates_by_writing(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank its own rows, by an encoder outside of the model's forward."""
+    ranks(2).run(_writes, tmp_path)
+
+
+ADAPTERS = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+
+
+def _words(count: int, seed: int) -> str:
+    numbers = torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"word{number}" for number in numbers.tolist())
+
+
+def _rewards(directory: Path) -> None:
+    with launcher_environment():
+        model = build("qwen3")
+        trainer = MixedRewardingTrainer(
+            model,
+            reward_funcs=lambda completions, **unused: [float(len(c)) for c in completions],
+            args=GRPOConfig(
+                directory,
+                **OPTIONS | {"bf16": False, "num_generations": 2, "max_completion_length": 6},
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [_words(4 + n % 3, n) for n in range(16)]}),
+            processing_class=make_tokenizer(),
+            peft_config=ADAPTERS,
+        )
+        before = full_state_dict(trainer.model)
+        trainer.train()
+        after = full_state_dict(trainer.model)
+    for name, tensor in before.items():
+        # Only adapters are trained; the texts that they have learnt from were written by them.
+        assert "lora_B" in name or "lora_A" in name or torch.equal(after[name], tensor)
+    assert any("lora_B" in name and after[name].any() for name in after)
+
+
+def test_a_trainer_rewards_what_adapters_write(ranks: Ranks, tmp_path: Path) -> None:
+    """TRL's GRPO generates before each step, by a model that PEFT has wrapped."""
+    ranks(2).run(_rewards, tmp_path)
+
+
+def _prefers(directory: Path, is_mixed: bool, recomputes: bool) -> list[dict[str, float]]:
+    rows = {
+        "prompt": [_words(4, n) for n in range(16)],
+        "chosen": [" " + _words(3 + n % 3, 100 + n) for n in range(16)],
+        "rejected": [" " + _words(4, 200 + n) for n in range(16)],
+    }
+    with launcher_environment():
+        options = OPTIONS | {"bf16": False, "gradient_checkpointing": recomputes}
+        trainer = (MixedPreferringTrainer if is_mixed else DPOTrainer)(
+            build("qwen3"),
+            args=DPOConfig(directory / str(is_mixed), **options),
+            train_dataset=Dataset.from_dict(rows),
+            processing_class=make_tokenizer(),
+            peft_config=ADAPTERS,
+        )
+        trainer.train()
+        # The state is one tensor of DDP's module, or all ranks' rows.
+        state = full_state_dict(trainer.model)
+    adapters = {name: tensor for name, tensor in state.items() if "lora_" in name}
+    return trainer.state.log_history[:NUM_STEPS], adapters
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_trainer_prefers_as_under_ddp(ranks: Ranks, tmp_path: Path, recomputes: bool) -> None:
+    """TRL's DPO with adapters, whose reference is the same model with adapters off."""
+    (log, adapters), (oracle_log, oracle) = (
+        ranks(2).run(_prefers, tmp_path, is_mixed, recomputes)[0] for is_mixed in (True, False)
+    )
+    assert adapters.keys() == oracle.keys()
+    for name, tensor in oracle.items():
+        torch.testing.assert_close(adapters[name], tensor, rtol=1e-3, atol=1e-5)
+    for row, wanted in zip(log, oracle_log, strict=True):
+        for name in ("loss", "grad_norm", "rewards/margins"):
+            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5)
