@@ -96,10 +96,9 @@ def fully_shard(
     """Make a module, or a list or tuple of modules that run one after another, into one unit.
 
     Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
-    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights.
-    Parameter values are taken from every rank's own copy: initialise all ranks alike. Parameters on
-    the meta device have none until ``materialize`` or a load. No collective is issued before the
-    first forward, except to build a default mesh.
+    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights. Values
+    are each rank's own: initialise all ranks alike. Parameters on the meta device have none until
+    ``materialize`` or a load. No collective is issued, except to build a default mesh.
 
     DTensor parameters over one axis beside the mesh, as ``parallelize_module`` makes them, are
     divided part by part, and their gradients summed over that axis where they are partial.
@@ -107,8 +106,7 @@ def fully_shard(
     Args:
         module: The module or modules, changed in place.
         mesh: The ranks: 1-D, or 2-D of an outer axis and of the ranks to divide among (HSDP,
-            HFSDP), with any axis names; None means one axis of all ranks. Parameters and buffers
-            are moved to its device, and inputs of the root at each forward.
+            HFSDP), with any names; None: one axis of all. The module is moved to its device.
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
         outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
