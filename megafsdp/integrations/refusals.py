@@ -36,6 +36,22 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         "Use bf16=True, or a loop of your own with megafsdp.LossScaler in place of torch's "
         "GradScaler",
     ),
+    "torch_compile": (
+        (False,),
+        "Override shard_model(), and call layer.compile() on each layer before the model is "
+        "sharded",
+    ),
+    "bf16_full_eval": (
+        (False,),
+        "Use bf16=True, which evaluates by bf16 copies of fp32 weights too",
+    ),
+    "fp16_full_eval": ((False,), "Use bf16=True, which evaluates in bf16 too"),
+    # TRL's.
+    "sync_ref_model": (
+        (False,),
+        "Leave it out: the reference model is whole on each rank, and a callback of your own may "
+        "change it by megafsdp.full_state_dict(model)",
+    ),
     "fsdp": ((False,), _ONE_ENGINE),
     "deepspeed": ((False,), _ONE_ENGINE),
     "gradient_clip_algorithm": (

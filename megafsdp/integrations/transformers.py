@@ -10,12 +10,14 @@ megafsdp, from which any number of ranks resumes.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import _is_peft_model
 
 from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
@@ -24,10 +26,13 @@ from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
 from megafsdp.fsdp.full_params import full_state_dict
 from megafsdp.fsdp.fully_shard import fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.weight_sync import optimizers_follow
 from megafsdp.integrations.refusals import check_settings
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 
 FOLDER = "megafsdp"
+
+_REFUSED = ("fp16", "torch_compile", "bf16_full_eval", "fp16_full_eval", "sync_ref_model")
 
 
 class Sharded(Trainer):
@@ -38,7 +43,8 @@ class Sharded(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # After all that trainers do to a model, such as adding adapters.
-        self.model = self.model_wrapped = self._sharded(self.model)
+        given = [] if self.optimizer is None else [self.optimizer]
+        self.model = self.model_wrapped = self._sharded(self.model, given)
 
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model; override it to choose units, strategy or dtypes. Called on all ranks."""
@@ -49,17 +55,21 @@ class Sharded(Trainer):
         """Shard what ``model_init`` makes, which each training starts anew from."""
         return self._sharded(super().call_model_init(trial).to(self.args.device))
 
-    def _sharded(self, model: nn.Module) -> nn.Module:
+    def _sharded(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> nn.Module:
         """Return a model as it is, or sharded, that accelerate does not wrap.
 
         Raises:
-            NotImplementedError: A loss scale is asked for, or another engine that shards.
+            NotImplementedError: Arguments ask for what is not translated, such as a loss scale.
         """
         given = {"fsdp": self.is_fsdp_enabled, "deepspeed": self.is_deepspeed_enabled}
-        given |= {"fp16": self.args.fp16}
+        # Some are those of one trainer alone.
+        given |= {name: getattr(self.args, name, False) for name in _REFUSED}
         check_settings(given, "TrainingArguments of a sharded trainer")
         if not isinstance(model, FSDPModule):
-            model = self.shard_model(model)
+            with optimizers_follow(model, optimizers):
+                model = self.shard_model(model)
             if callable(getattr(model, "generate", None)):
                 # Trainers call it, and it runs parts of the model by themselves.
                 register_fsdp_forward_method(model, "generate")
@@ -86,7 +96,10 @@ class Sharded(Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         assert best is not None, "the trainer has looked"
-        if self.args.save_only_model:
+        if self.args.save_only_model and _is_peft_model(self.model):
+            # Adapters alone, which PEFT loads by load_state_dict().
+            super()._load_best_model()
+        elif self.args.save_only_model:
             import_hf(self.model, best)
         else:
             self._load_from_checkpoint(best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -328,6 +329,92 @@ def test_the_best_model_is_loaded_at_the_end(
     assert (tmp_path / f"checkpoint-{SAVED_STEP}" / FOLDER).exists() != is_model_alone
 
 
+def _best_adapters(directory: Path, is_model_alone: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    with launcher_environment():
+        options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+        options |= {"greater_is_better": True, "save_only_model": is_model_alone}
+        trainer = _resumable("trl", directory, **options)
+        trainer.train()
+    return trainer.state.best_global_step, full_state_dict(trainer.model)
+
+
+@pytest.mark.parametrize("is_model_alone", [False, True])
+def test_the_best_adapters_are_loaded_at_the_end(
+    ranks: Ranks, tmp_path: Path, is_model_alone: bool
+) -> None:
+    """PEFT saves them without the frozen weights."""
+    best, found = ranks(2).run(_best_adapters, tmp_path, is_model_alone)[0]
+    saved = [
+        PeftModel.from_pretrained(build("qwen3"), tmp_path / f"checkpoint-{step}").state_dict()
+        for step in (best, SAVED_STEP + LAST_STEP - best)
+    ]
+    assert all(torch.equal(found[key], tensor) for key, tensor in saved[0].items())
+    assert any(not torch.equal(found[key], tensor) for key, tensor in saved[1].items())
+
+
+def _optimizer_given(directory: Path) -> None:
+    reference, rows = build("qwen3"), global_batch(0)["input_ids"]
+    model = copy.deepcopy(reference)
+    with launcher_environment():
+        given = TrainingArguments(
+            directory, **OPTIONS | {"max_steps": 1, "gradient_accumulation_steps": 1}
+        )
+        data = [{"input_ids": row, "labels": row} for row in rows.tolist()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        MixedTrainer(model, given, train_dataset=data, optimizers=(optimizer, constant)).train()
+    reference(input_ids=rows, labels=rows).loss.backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_was_given_steps_the_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
+    """It is built before the trainer, hence before the model is sharded."""
+    ranks(2).run(_optimizer_given, tmp_path)
+
+
+class CompilingTrainer(MixedTrainer):
+    """Compiles layers, as the refusal of ``torch_compile`` says."""
+
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Compile each layer, and shard."""
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+        return super().shard_model(model)
+
+
+def _refused_arguments(directory: Path) -> None:
+    rows = global_batch(0)["input_ids"].tolist()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    with launcher_environment():
+        for options, hint in (
+            ({"torch_compile": True}, r"torch_compile to be False.*layer\.compile"),
+            ({"bf16_full_eval": True}, r"bf16_full_eval.*bf16=True"),
+            ({"fp16_full_eval": True}, r"fp16_full_eval.*bf16=True"),
+        ):
+            with pytest.raises(NotImplementedError, match=hint):
+                MixedTrainer(build("qwen3"), TrainingArguments(directory, use_cpu=True, **options))
+            os.environ.pop("ACCELERATE_DYNAMO_BACKEND", None)
+        with pytest.raises(NotImplementedError, match=r"sync_ref_model.*full_state_dict"):
+            MixedPreferringTrainer(
+                build("qwen3"),
+                ref_model=build("qwen3"),
+                args=DPOConfig(directory, **OPTIONS | {"bf16": False, "sync_ref_model": True}),
+                train_dataset=Dataset.from_dict(_preferences()),
+                processing_class=make_tokenizer(),
+            )
+        given = TrainingArguments(directory, **OPTIONS | {"max_steps": 1})
+        torch._dynamo.utils.counters.clear()
+        CompilingTrainer(build("qwen3"), given, train_dataset=data * 2).train()
+        assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+def test_arguments_that_are_not_translated_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """With what to do instead."""
+    ranks(2).run(_refused_arguments, tmp_path)
+
+
 def _choices(directory: Path) -> None:
     reference = build("qwen3")
     with launcher_environment():
@@ -425,23 +512,27 @@ def test_a_trainer_rewards_what_adapters_write(ranks: Ranks, tmp_path: Path) -> 
     ranks(2).run(_rewards, tmp_path)
 
 
-def _prefers(directory: Path, is_mixed: bool, recomputes: bool) -> list[dict[str, float]]:
-    rows = {
+def _preferences() -> dict[str, list[str]]:
+    return {
         "prompt": [_words(4, n) for n in range(16)],
         "chosen": [" " + _words(3 + n % 3, 100 + n) for n in range(16)],
         "rejected": [" " + _words(4, 200 + n) for n in range(16)],
     }
+
+
+def _prefers(
+    directory: Path, is_mixed: bool, recomputes: bool
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     with launcher_environment():
         options = OPTIONS | {"bf16": False, "gradient_checkpointing": recomputes}
         trainer = (MixedPreferringTrainer if is_mixed else DPOTrainer)(
             build("qwen3"),
             args=DPOConfig(directory / str(is_mixed), **options),
-            train_dataset=Dataset.from_dict(rows),
+            train_dataset=Dataset.from_dict(_preferences()),
             processing_class=make_tokenizer(),
             peft_config=ADAPTERS,
         )
         trainer.train()
-        # The state is one tensor of DDP's module, or all ranks' rows.
         state = full_state_dict(trainer.model)
     adapters = {name: tensor for name, tensor in state.items() if "lora_" in name}
     return trainer.state.log_history[:NUM_STEPS], adapters
