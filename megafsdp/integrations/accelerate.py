@@ -78,8 +78,19 @@ class ShardedAccelerator(Accelerator):
         for model in (each for each in args if isinstance(each, nn.Module)):
             if not isinstance(model, FSDPModule):
                 with optimizers_follow(model, optimizers):
-                    self.shard_model(model.to(self.device))
+                    self.shard_model(_on_device(model, self.device))
             if not any(model is known for known in self._models):
                 self._models.append(model)
         prepared = iter(super()._prepare_fsdp2(*others))
         return tuple(x if isinstance(x, nn.Module) else next(prepared) for x in args)
+
+
+def _on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model, or of one on the meta device its buffers: parameters get values later."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+    return model

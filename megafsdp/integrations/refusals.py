@@ -26,8 +26,8 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "cpu_ram_efficient_loading": (
         (False,),
-        "Build the model on the meta device, and after prepare() call megafsdp.checkpoint."
-        "import_hf(), in which each rank reads its own rows",
+        "Build the model within accelerate.init_empty_weights(), then call model.tie_weights(), "
+        "prepare() and megafsdp.checkpoint.import_hf(), in which each rank reads its own rows",
     ),
     "dynamo_backend": (("NO",), "Compile the layers by layer.compile() before prepare()"),
     # Arguments of a Trainer, of transformers and of Lightning.

@@ -22,7 +22,7 @@ from tests.fsdp.toy import assert_same_grads, assert_same_parameters
 from tests.ranks import Ranks
 
 pytest.importorskip("accelerate", reason="ecosystem: accelerate is not installed")
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, init_empty_weights
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
@@ -217,6 +217,34 @@ def test_the_plugins_settings_are_those_of_the_units(ranks: Ranks) -> None:
     ranks(2).run(_translated)
 
 
+def _empty_weights(directory: Path) -> None:
+    reference = build("qwen3")
+    if dist.get_rank() == 0:
+        reference.save_pretrained(directory)
+    dist.barrier()
+    with accelerator("ours") as accelerated:
+        with init_empty_weights():
+            model = type(reference)(reference.config)
+        model.tie_weights()
+        assert all(parameter.is_meta for parameter in model.parameters())
+        model, optimizer = accelerated.prepare(model, adamw(model))
+        checkpoint.import_hf(model, directory)
+        oracle = adamw(reference)
+        batch = global_batch(0)
+        accelerated.backward(model(**own_rows(batch)).loss)
+        (reference(**batch).loss / NUM_MICROBATCHES).backward()
+        optimizer.step()
+        oracle.step()
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_weights_reads_them_after_it_is_prepared(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """As the refusal of ``cpu_ram_efficient_loading`` says, with tied weights too."""
+    ranks(2).run(_empty_weights, tmp_path)
+
+
 def _refused_plugins() -> None:
     compiled = {"dynamo_plugin": TorchDynamoPlugin(backend=DynamoBackend.EAGER)}
     cases: list[tuple[dict[str, Any] | None, str]] = [
@@ -224,7 +252,7 @@ def _refused_plugins() -> None:
         ({"fsdp_version": 1}, "fsdp_version to be 2, got 1"),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "auto_wrap_policy.*'size_based.*NO_WRAP"),
         ({"activation_checkpointing": True}, "gradient_checkpointing_enable"),
-        ({"cpu_ram_efficient_loading": True}, "import_hf"),
+        ({"cpu_ram_efficient_loading": True}, r"init_empty_weights.*tie_weights.*import_hf"),
     ]
     for options, text in cases:
         # A plugin writes into the environment.
