@@ -349,7 +349,8 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Give optimizers the parameters that take the place of a module's while the context is open.
 
-    For libraries that build optimizers before they shard. Groups and their options stay; local.
+    For libraries that build optimizers before they shard. Groups and their options stay, and what
+    an optimizer has made for its first step, as Adagrad does, is cut like the parameters; local.
 
     Args:
         module: What is given to ``fully_shard`` inside.
@@ -361,7 +362,8 @@ def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Ite
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     listed = [parameter for group in groups for parameter in group["params"]]
-    has_stepped = any(optimizer.state for optimizer in optimizers)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    has_stepped = any(state.get("step", 1) != 0 for state in states)
     if has_stepped or any(id(parameter) not in names for parameter in listed):
         raise ValueError(
             expected(
@@ -374,3 +376,25 @@ def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Ite
     yield
     for group in groups:
         group["params"] = [module.get_parameter(names[id(p)]) for p in group["params"]]
+    for optimizer in optimizers:
+        for p in list(optimizer.state):
+            sharded, state = module.get_parameter(names[id(p)]), optimizer.state.pop(p)
+            optimizer.state[sharded] = {
+                name: value if name == "step" else _cut_like(sharded, value)
+                for name, value in state.items()
+            }
+
+
+@torch.no_grad()
+def _cut_like(parameter: torch.Tensor, value: object) -> object:
+    """Return a state as the optimizer of a sharded parameter has it."""
+    if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    made = torch.empty_like(parameter, dtype=value.dtype)
+    if isinstance(made, UnevenDTensor):
+        made.copy_from_full_(value)
+    elif isinstance(made, DTensor):
+        local_of(made).copy_(value)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,14 @@ import megafsdp.training  # noqa: F401
 from megafsdp import FusedAdam, fully_shard
 from megafsdp.fsdp import weight_sync
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
-from tests.fsdp.toy import Net, shard
+from tests.fsdp.toy import (
+    Net,
+    assert_same_parameters,
+    batches,
+    mine,
+    options_of_strategies,
+    shard,
+)
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -165,3 +173,29 @@ def _order_of_hooks() -> list[str]:
 def test_groups_are_marked_after_the_step(ranks: Ranks) -> None:
     """A parameter without a gradient marks its group too, once."""
     assert ranks(1).run(_order_of_hooks) == [["before", "marked"]]
+
+
+def _follows_with_states() -> None:
+    for options in options_of_strategies():
+        twin = Net()
+        net = copy.deepcopy(twin)
+        steps = [
+            torch.optim.Adagrad(model.parameters(), 0.05, initial_accumulator_value=0.1)
+            for model in (twin, net)
+        ]
+        with weight_sync.optimizers_follow(net, steps[1:]):
+            shard(net, **options)
+        for parameter, state in steps[1].state.items():
+            assert state["sum"].shape == parameter.shape
+            assert state["sum"].to_local().shape == parameter.to_local().shape
+        for batch in batches(2):
+            for model, step, inputs in zip((twin, net), steps, (batch, mine(batch)), strict=True):
+                step.zero_grad()
+                model(*inputs).backward()
+                step.step()
+        assert_same_parameters(net, twin, rtol=1e-4, atol=1e-5)
+
+
+def test_states_that_are_made_before_the_first_step_are_cut_as_well(ranks: Ranks) -> None:
+    """Adagrad makes its sums when it is built."""
+    ranks(2).run(_follows_with_states)
