@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 
@@ -36,6 +36,9 @@ class ShardedAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("fsdp_plugin") is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            # What accelerate's launcher has chosen, which accelerate ignores on CPUs.
+            kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         super().__init__(*args, **kwargs)
         plugin: Any = kwargs.get("fsdp_plugin") or getattr(self.state, "fsdp_plugin", None)
         where = "ShardedAccelerator()"

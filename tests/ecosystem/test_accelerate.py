@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,21 @@ def test_a_model_without_weights_reads_them_after_it_is_prepared(
 ) -> None:
     """As the refusal of ``cpu_ram_efficient_loading`` says, with tied weights too."""
     ranks(2).run(_empty_weights, tmp_path)
+
+
+def _plugin_of_the_environment() -> None:
+    with launcher_environment():
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        os.environ |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+        made, model = ShardedAccelerator(cpu=True), build("qwen3")
+        made.prepare(model, adamw(model))
+        (unit,) = units_below([model]).values()
+        assert unit.options.reshard_after_forward is False
+
+
+def test_the_launchers_plugin_is_taken_from_the_environment(ranks: Ranks) -> None:
+    """On CPUs too, where accelerate ignores it."""
+    ranks(2).run(_plugin_of_the_environment)
 
 
 def _refused_plugins() -> None:
