@@ -17,7 +17,8 @@ from torch import nn
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
-from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
+from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, is_container
+from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.integrations.refusals import check_settings
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 
@@ -50,10 +51,16 @@ class ShardedModule(LightningModule):
     def configure_model(self) -> None:
         """Shard each child, once: Lightning calls this before each of fit, validate and test.
 
+        Lists and dicts of modules have no forward: each module in them is a child.
+
         Raises:
-            NotImplementedError: The module has parameters of its own, whose gradients no unit sums.
+            NotImplementedError: The module has parameters of its own, whose gradients no unit sums,
+                or is to be converted to another dtype.
         """
-        own = [name for name, p in self.named_parameters(recurse=False) if p.requires_grad]
+        check_settings({"precision": self.trainer.precision}, "Trainer of a ShardedModule")
+        containers = [self, *_containers_below(self)]
+        ids = {id(p) for each in containers for p in each.parameters(recurse=False)}
+        own = [name for name, p in self.named_parameters() if id(p) in ids and p.requires_grad]
         # An evaluation has no gradients.
         if own and self.trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
@@ -64,8 +71,11 @@ class ShardedModule(LightningModule):
                     hint="Put them into a child module, which is sharded",
                 )
             )
-        for child in self.children():
-            if isinstance(child, FSDPModule) or next(child.parameters(), None) is None:
+        for child in (child for each in containers for child in each.children()):
+            if is_container(child) or isinstance(child, FSDPModule):
+                continue
+            # It has no parameters, or is a part of a child that is sharded.
+            if all(group_of(parameter) is not None for parameter in child.parameters()):
                 continue
             if not any(parameter.is_meta for parameter in child.parameters()):
                 child.to(self.trainer.strategy.root_device)
@@ -94,3 +104,9 @@ class ShardedModule(LightningModule):
             given = {"gradient_clip_algorithm": gradient_clip_algorithm}
             check_settings(given, "configure_gradient_clipping() of ShardedModule")
             clip_grad_norm_(self, gradient_clip_val)
+
+
+def _containers_below(module: nn.Module) -> list[nn.Module]:
+    """Return the lists and dicts among a module's children, and those in them."""
+    found = [child for child in module.children() if is_container(child)]
+    return found + [deeper for each in found for deeper in _containers_below(each)]

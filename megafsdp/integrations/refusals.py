@@ -58,6 +58,11 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         (None, "norm"),
         "Override configure_gradient_clipping() with torch.nn.utils.clip_grad_value_()",
     ),
+    "precision": (
+        ("32-true", "bf16-mixed"),
+        "Use precision='bf16-mixed', or override shard_model() with an mp_policy of "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16): main weights stay in fp32",
+    ),
     # Ray's storage.
     "file system of storage_path": (
         ("local",),

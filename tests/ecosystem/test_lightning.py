@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from megafsdp import FSDPModule, checkpoint, full_state_dict, fully_shard_model
+from megafsdp import FSDPModule, checkpoint, full_state_dict, fully_shard, fully_shard_model
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.ecosystem.launch import launcher_environment
 from tests.ecosystem.models import (
@@ -104,7 +106,7 @@ class Mixed(ShardedModule, Module):
 MODULES: dict[str, type[Module]] = {"ours": Mixed}
 
 
-def trainer(strategy: Strategy, directory: Path) -> Trainer:
+def trainer(strategy: Strategy, directory: Path, **options: Any) -> Trainer:
     """Return a trainer of one short epoch that writes nothing by itself."""
     return Trainer(
         accelerator="cpu",
@@ -121,6 +123,7 @@ def trainer(strategy: Strategy, directory: Path) -> Trainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
 
 
@@ -221,3 +224,125 @@ def _refused_parameters(directory: Path) -> None:
 def test_parameters_of_the_module_itself_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """No unit would sum their gradients."""
     ranks(2).run(_refused_parameters, tmp_path)
+
+
+class _Rows(LightningModule):
+    """Trains on rows of 12 numbers, by AdamW over all its parameters."""
+
+    def training_step(self, rows: torch.Tensor, index: int) -> torch.Tensor:
+        """Return a loss of this rank's rows."""
+        loss: torch.Tensor = self(rows).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return adamw(self)
+
+    @staticmethod
+    def rows(rank: int) -> torch.Tensor:
+        """Return the rows of one rank, in batches of two."""
+        return torch.randn(8, 2, 12, generator=torch.Generator().manual_seed(rank))
+
+    def train_dataloader(self) -> DataLoader:
+        """Return this rank's rows."""
+        return DataLoader(self.rows(dist.get_rank()), batch_size=None)
+
+
+class _Contained(_Rows):
+    """Children in containers, of which a child may be a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Tanh())
+        self.alias = self.first[0]
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(2))
+        self.named = torch.nn.ModuleDict({"a": torch.nn.ModuleList([torch.nn.Linear(12, 12)])})
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Run all but the alias, which is the first of them."""
+        rows = self.first(rows)
+        for layer in (*self.layers, *self.named["a"]):
+            rows = layer(rows)
+        return rows
+
+
+class _Tied(_Rows):
+    """Children that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = torch.nn.Linear(12, 12)
+        self.up = torch.nn.Linear(12, 12, bias=False)
+        self.up.weight = self.down.weight
+        self.last = torch.nn.Linear(12, 12)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Run all children."""
+        return self.last(self.up(self.down(rows)))
+
+
+class _MixedContained(ShardedModule, _Contained):
+    """The same with our mix-in."""
+
+
+class _MixedTied(ShardedModule, _Tied):
+    """The same with our mix-in, and the tied children as one unit."""
+
+    def configure_model(self) -> None:
+        """Shard the tied children together."""
+        if not isinstance(self.up, FSDPModule):
+            fully_shard([self.down, self.up])
+        super().configure_model()
+
+
+def _fits_children(directory: Path, kind: type[_Rows], plain: type[_Rows]) -> None:
+    module, reference = kind(), plain()
+    with launcher_environment():
+        fitted = trainer(STRATEGIES["ours"](), directory)
+        fitted.fit(module)
+        # As Lightning does before it validates: the module is sharded once.
+        module.configure_model()
+    assert all(isinstance(p, UnevenDTensor) for p in module.parameters())
+    optimizer = adamw(reference)
+    batches = [reference.rows(rank) for rank in range(dist.get_world_size())]
+    for index in range(len(batches[0])):
+        loss = reference(torch.cat([rows[index] for rows in batches])).square().mean()
+        (loss / NUM_MICROBATCHES).backward()
+        if index % NUM_MICROBATCHES == NUM_MICROBATCHES - 1:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(module, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(_MixedContained, _Contained), (_MixedTied, _Tied)])
+def test_children_may_be_contained_or_tied(
+    ranks: Ranks, tmp_path: Path, kind: type[_Rows], plain: type[_Rows]
+) -> None:
+    """Modules in lists and dicts, parts of other children, and some that share a weight."""
+    ranks(2).run(_fits_children, tmp_path, kind, plain)
+
+
+class _Listed(_MixedContained):
+    """Has a parameter in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3))])
+
+
+def _refused_modules(directory: Path) -> None:
+    with launcher_environment():
+        with pytest.raises(NotImplementedError, match=r"its own \['scales.0'\].*child module"):
+            trainer(STRATEGIES["ours"](), directory).fit(_Listed())
+        for precision in ("bf16-true", "16-true"):
+            half = trainer(STRATEGIES["ours"](), directory, precision=precision)
+            with pytest.raises(NotImplementedError, match=rf"'{precision}'.*bf16-mixed.*mp_policy"):
+                half.fit(_MixedContained())
+
+
+def test_what_is_not_translated_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Parameters in lists, which have no forward, and conversions of sharded parameters."""
+    ranks(2).run(_refused_modules, tmp_path)
