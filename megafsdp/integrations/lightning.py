@@ -58,7 +58,7 @@ class ShardedModule(LightningModule):
                 or is to be converted to another dtype.
         """
         check_settings({"precision": self.trainer.precision}, "Trainer of a ShardedModule")
-        containers = [self, *_containers_below(self)]
+        containers: list[nn.Module] = [self, *_containers_below(self)]
         ids = {id(p) for each in containers for p in each.parameters(recurse=False)}
         own = [name for name, p in self.named_parameters() if id(p) in ids and p.requires_grad]
         # An evaluation has no gradients.
