@@ -50,6 +50,19 @@ def _attend_naively(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(is_later, -math.inf).softmax(-1) @ v
 
 
+def _check(output: Tensor, wanted: Tensor, inputs: list[Tensor], copies: list[Tensor]) -> None:
+    """Compare outputs, then the gradients of both sides' inputs."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    for side in (output.float(), wanted):
+        (side * weights.to(side.device)).sum().backward()
+    # A unit in the last place of numbers below 4; sums of gradients over 33 places below 8.
+    unit = 4 * torch.finfo(output.dtype).eps
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=unit)
+    for own, copy in zip(inputs, copies, strict=True):
+        assert own.grad is not None and copy.grad is not None
+        torch.testing.assert_close(own.grad.double(), copy.grad.double(), rtol=0, atol=4 * unit)
+
+
 @pytest.mark.parametrize("num_groups", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_the_naive_formula(dtype: torch.dtype, num_groups: int) -> None:
@@ -58,15 +71,7 @@ def test_equals_the_naive_formula(dtype: torch.dtype, num_groups: int) -> None:
     copies = [t.detach().clone().requires_grad_() for t in inputs]
     output, wanted = causal_attention(*inputs), _attend_naively(*copies)
     assert output.dtype == dtype
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    (output.float() * weights).sum().backward()
-    (wanted * weights).sum().backward()
-    # A unit in the last place of numbers below 4; sums of gradients over 33 places below 8.
-    unit = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=unit)
-    for own, copy in zip(inputs, copies, strict=True):
-        assert own.grad is not None and copy.grad is not None
-        torch.testing.assert_close(own.grad.double(), copy.grad.double(), rtol=0, atol=4 * unit)
+    _check(output, wanted, inputs, copies)
 
 
 @pytest.mark.parametrize("num_queries", [1, 8, 24])
@@ -81,14 +86,7 @@ def test_the_last_queries_see_all_before_them(
     inputs = [t.requires_grad_() for t in (q[:, :, -num_queries:], k, v)]
     copies = [t.detach().clone().requires_grad_() for t in inputs]
     output, wanted = attend_to_end(*inputs), _attend_naively(*copies)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    (output.float() * weights).sum().backward()
-    (wanted * weights).sum().backward()
-    unit = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=unit)
-    for own, copy in zip(inputs, copies, strict=True):
-        assert own.grad is not None and copy.grad is not None
-        torch.testing.assert_close(own.grad.double(), copy.grad.double(), rtol=0, atol=4 * unit)
+    _check(output, wanted, inputs, copies)
 
 
 @pytest.mark.parametrize(
