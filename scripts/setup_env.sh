@@ -51,6 +51,9 @@ make_venv() {
   if has_supported_torch "$base"; then
     echo "set-up: .venv from $base, with its own torch"
     "$base" -m venv --system-site-packages .venv
+    # Where the base is a virtual environment, its packages are not among those of its system.
+    "$base" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+      >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   else
     echo "set-up: .venv from $base"
     "$base" -m venv .venv
