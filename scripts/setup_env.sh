@@ -63,7 +63,8 @@ make_venv() {
 install() {
   local constraints=.venv/constraints.txt torch_version
   if has_supported_torch .venv/bin/python; then
-    torch_version=$(.venv/bin/python -c 'import torch; print(torch.__version__)')
+    # By the package's metadata: its own text may name the CUDA beside it, which pip does not know.
+    torch_version=$(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')
   else
     torch_version=$(sed -n 's/^torch==//p' constraints.txt)
   fi
