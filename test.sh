@@ -9,10 +9,13 @@ source scripts/setup_env.sh
 export OMP_NUM_THREADS=1
 # Each of many processes would compile the package and rewrite the assertions for itself.
 unset PYTHONDONTWRITEBYTECODE
+# The Python that has torch may have plugins too, which are not these tests'.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 
 num_cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')
 num_processes=${TEST_PROCESSES:-$((num_cores < 4 ? num_cores : 4))}
-options=(--numprocesses "$num_processes" --dist worksteal --durations 20)
+options=(-p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin)
+options+=(--numprocesses "$num_processes" --dist worksteal --durations 20)
 while [ $# -gt 0 ]; do
   if [ "$1" = --full ]; then
     # pytest would take a path that follows for the NAME.

@@ -48,15 +48,17 @@ make_venv() {
   local base
   base=$(find_python)
   rm -rf .venv
+  "$base" -m venv .venv
   if has_supported_torch "$base"; then
     echo "set-up: .venv from $base, with its own torch"
-    "$base" -m venv --system-site-packages .venv
-    # Where the base is a virtual environment, its packages are not among those of its system.
-    "$base" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+    # Not venv's own option: of a base that is a virtual environment it takes the system's packages.
+    "$base" -c 'import sys
+for path in sys.path:
+    if path.endswith("-packages"):
+        print(f"import site; site.addsitedir({path!r})")' \
       >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   else
     echo "set-up: .venv from $base"
-    "$base" -m venv .venv
   fi
 }
 
