@@ -230,7 +230,7 @@ def _begin_anew(states: Sequence[DelayedState], weight_bits: Sequence[Tensor]) -
     """Clear the histories of weights whose maximum is not the newest."""
     for state, bits in zip(states, weight_bits, strict=True):
         history = state.weight_history
-        history.mul_((history[:, -1] == bits.view(torch.float32))[:, None])
+        history.masked_fill_((history[:, -1] != bits.view(torch.float32))[:, None], 0.0)
 
 
 def _checked(given: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
