@@ -91,6 +91,9 @@ class JsonlTracker:
 class WandbTracker:
     """Send rows to Weights & Biases; offline unless a key or a mode is set in the environment.
 
+    Charts are over the metric ``step`` of the rows. A run that resumes from an earlier step goes on
+    in W&B, where steps that are taken again are there twice.
+
     Args:
         config: The run.
         run_id: Identity of the run to go on with; None starts one.
@@ -109,6 +112,9 @@ class WandbTracker:
             resume="allow" if is_configured else None,
             mode=None if is_configured else "offline",
         )
+        # W&B's own step only grows: of a run that resumes from an earlier one, rows would be lost.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     @property
     def run_id(self) -> str:
@@ -117,7 +123,7 @@ class WandbTracker:
 
     def log(self, row: Row) -> None:
         """Log one row at its step."""
-        self._run.log({k: v for k, v in row.items() if k != "step"}, step=int(row["step"] or 0))
+        self._run.log(dict(row))
 
     def close(self) -> None:
         """Finish the run."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,56 @@ def test_wandb_runs_offline_and_keeps_its_identity(
     assert first.wandb_id
     assert again.wandb_id == first.wandb_id
     assert list(config.run_directory.glob(f"wandb/offline-run-*/run-{first.wandb_id}.wandb"))
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file of W&B: LevelDB's log, after a header of seven bytes.
+
+    A record lies in one piece or several in blocks of 32 KiB, each piece after its checksum (4
+    bytes), length (2) and kind: the whole, the first, one between, the last.
+    """
+    start, record = 7, b""
+    while start + 7 <= len(data):
+        if start % 32768 > 32768 - 7:
+            start += -start % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, start + 4)
+        record += data[start + 7 : start + 7 + length]
+        start += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_keeps_rows_of_a_step_before_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a resumed run logs them, and an evaluation of the step that it resumed from."""
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = tiny(tmp_path, logging={"wandb": True})
+    config.run_directory.mkdir()
+    rows = [{"step": 1, "loss": 4.0}, {"step": 3, "loss": 3.0}, {"step": 2, "validation_loss": 2.0}]
+    trackers = Trackers(config, last_step=0, wandb_id=None)
+    for row in rows:
+        trackers.log(row)
+    trackers.close()
+    (path,) = config.run_directory.glob("wandb/offline-run-*/*.wandb")
+    records = [Record.FromString(data) for data in _records(path.read_bytes())]
+    logged = [
+        {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    # Beside the row W&B writes its own step and times.
+    assert [{k: v for k, v in row.items() if k[0] != "_"} for row in logged] == rows
+    axes = {record.metric.glob_name: record.metric.step_metric for record in records}
+    assert axes["*"] == "step"
 
 
 @pytest.mark.filterwarnings("ignore")
