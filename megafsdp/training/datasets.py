@@ -6,6 +6,8 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megafsdp.data import (
     BlendedDataset,
     IndexedDataset,
@@ -33,7 +35,7 @@ class Datasets:
 
     Attributes:
         train: Samples of at least the run's length.
-        validation: Every held-out token once; None if nothing is held out.
+        validation: Every held-out token once; None if nothing is to be held out.
         order: Everything that decides which training sample has which number, as plain values.
         fingerprints: Of each token file by the option that names it; alike where its content is.
     """
@@ -61,7 +63,7 @@ def build_datasets(
 
     Raises:
         DataError: A file is missing or damaged, has too few tokens or none to train on, or tokens
-            beyond the vocabulary.
+            beyond the vocabulary; or no file has tokens to evaluate on, where some are asked for.
         ConfigError: The split leaves nothing, or the tokenizer is not that of the files.
     """
     data = config.data
@@ -80,7 +82,9 @@ def build_datasets(
     train = [
         _samples(config, part, num_samples=n) for part, n in zip(train_parts, needed, strict=True)
     ]
-    validation = [_samples(config, part, num_samples=None) for part in held_out]
+    validation = [
+        _samples(config, part, num_samples=None) for part in _with_labels(config, held_out)
+    ]
     return Datasets(
         train=BlendedDataset(train, weights, num_samples=num_samples) if is_blend else train[0],
         validation=BlendedDataset(validation) if validation else None,
@@ -131,7 +135,7 @@ def _parts(
 def _check_not_empty(part: _Part) -> None:
     """Refuse a file without tokens to train on, which has no weight in a blend."""
     indexed, sequences = part
-    if not indexed.sequence_lengths[sequences.start : sequences.stop].any():
+    if not _num_tokens(part):
         raise DataError(
             expected(
                 "tokens to train on",
@@ -140,6 +144,34 @@ def _check_not_empty(part: _Part) -> None:
                 hint="Leave the file out, or give training a larger share in data.split",
             )
         )
+
+
+def _with_labels(config: Config, held_out: list[_Part]) -> list[_Part]:
+    """Return the held-out parts that have a token to predict; warn of each that has none."""
+    option = "data.validation" if config.data.split is None else "data.split"
+    found = [part for part in held_out if _num_tokens(part) >= 2]
+    if held_out and not found:
+        raise DataError(
+            expected(
+                "two tokens or more to evaluate on",
+                f"fewer in each of {len(held_out)} files",
+                where=f"the training configuration, {option}",
+                hint="Hold out more, or leave it out to evaluate on nothing",
+            )
+        )
+    for indexed, sequences in held_out:
+        if (indexed, sequences) not in found:
+            _LOGGER.warning(
+                "Nothing of the file '%s' is evaluated: by %s fewer than two of its tokens are held"
+                " out, in %d of %d sequences.",
+                *(indexed.data_path, option, len(sequences), len(indexed)),
+            )
+    return found
+
+
+def _num_tokens(part: _Part) -> int:
+    indexed, sequences = part
+    return int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
 
 def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | None) -> None:

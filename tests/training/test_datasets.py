@@ -55,6 +55,38 @@ def test_nothing_held_out_means_no_validation(tmp_path: Path) -> None:
     assert _build(tmp_path, validation=[]).validation is None
 
 
+@pytest.mark.parametrize("split", [None, "90,10"])
+def test_file_without_held_out_tokens_is_left_out_of_validation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, split: str | None
+) -> None:
+    """With a warning that names it and the option; the rest is evaluated as without it."""
+    write_corpus(tmp_path)
+    with IndexedDatasetWriter(tmp_path / "small") as writer:
+        for _ in range(0 if split is None else 4):
+            writer.add_document([1] * 50)
+    name, option = ("validation", "data.validation") if split is None else ("train", "data.split")
+    prefixes = {name: [str(tmp_path / name), str(tmp_path / "small")]}
+    wanted = _build(tmp_path, **({"validation": []} if split else {}), split=split).validation
+    assert not caplog.text
+    found = _build(tmp_path, **({"validation": []} | prefixes), split=split).validation
+    assert wanted is not None and found is not None and len(found) == len(wanted) > 2
+    assert all((found[i] == wanted[i]).all() for i in range(len(wanted)))
+    assert caplog.text.count("is evaluated") == 1
+    assert f"small.bin' is evaluated: by {option}" in caplog.text
+
+
+@pytest.mark.parametrize("split", [None, "90,10"])
+def test_no_tokens_to_evaluate_on_are_refused(tmp_path: Path, split: str | None) -> None:
+    """Where some are asked for; the message names the option."""
+    write_corpus(tmp_path, num_documents=4)
+    with IndexedDatasetWriter(tmp_path / "one") as writer:
+        writer.add_document([1])
+    held_out = [str(tmp_path / "one")] if split is None else []
+    option = r"data\.validation" if split is None else r"data\.split"
+    with pytest.raises(DataError, match=rf"evaluate on, got fewer in each of 1 files.*{option}"):
+        _build(tmp_path, validation=held_out, split=split)
+
+
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("split", [None, "1,99"])
 def test_file_without_tokens_to_train_on_is_refused(
