@@ -80,28 +80,26 @@ class ActivationCheckpointing:
                 "Leave it false, or use mode full",
             )
 
-    def run_layer(
-        self, layer: nn.Module, index: int, x_BTH: Tensor, rotary_TR: Tensor | None
-    ) -> Tensor:
+    def run_layer(self, layer: nn.Module, index: int, x_BTH: Tensor, *others: object) -> Tensor:
         """Run one layer of a stack, checkpointed if the choice says so and a graph is recorded.
 
         Args:
-            layer: Called with the hidden states and the rotary table; again in backward.
+            layer: Called with the hidden states and what follows them; again in backward.
             index: Its place in the stack, from 0.
             x_BTH: Hidden states.
-            rotary_TR: Rotary table, or None.
+            *others: What the layer is called with beside them, such as the rotary table.
 
         Returns:
             The layer's output.
         """
         is_chosen = self.mode != "none" and index % self.every == 0
         if not is_chosen or not torch.is_grad_enabled():
-            return layer(x_BTH, rotary_TR)
+            return layer(x_BTH, *others)
         if self.mode == "selective":
             return checkpoint(
-                layer, x_BTH, rotary_TR, use_reentrant=False, context_fn=_selective_contexts
+                layer, x_BTH, *others, use_reentrant=False, context_fn=_selective_contexts
             )
-        return checkpoint(layer, x_BTH, rotary_TR, use_reentrant=self.use_reentrant)
+        return checkpoint(layer, x_BTH, *others, use_reentrant=self.use_reentrant)
 
 
 def _bad(name: str, what: str, got: object, hint: str) -> ConfigError:

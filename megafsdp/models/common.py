@@ -24,7 +24,7 @@ from megafsdp.errors import expected
 from megafsdp.mesh.fused_parts import FusedParts, gate_and_up
 from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.config import ModelConfig
-from megafsdp.parallel import Linear, ParallelModule, RMSNorm
+from megafsdp.parallel import Linear, ParallelModule, RMSNorm, RoutedBatch
 
 
 def rotary_table(
@@ -242,7 +242,7 @@ class TransformerLayer(ParallelModule):
         input_layernorm: Norm before attention.
         self_attention: Called with (B, T, H) and the rotary table.
         pre_mlp_layernorm: Norm before the MLP.
-        mlp: Called with (B, T, H).
+        mlp: Called with (B, T, H), of a mixture with the forward's ``RoutedBatch`` too.
     """
 
     def __init__(
@@ -259,10 +259,16 @@ class TransformerLayer(ParallelModule):
         self.pre_mlp_layernorm = pre_mlp_layernorm
         self.mlp = mlp
 
-    def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTH: Tensor,
+        rotary_TR: Tensor | None = None,
+        batch: RoutedBatch | None = None,
+    ) -> Tensor:
         """Add attention and then the MLP to the residual stream."""
         x_BTH = x_BTH + self.self_attention(self.input_layernorm(x_BTH), rotary_TR)
-        return x_BTH + self.mlp(self.pre_mlp_layernorm(x_BTH))
+        normed_BTH = self.pre_mlp_layernorm(x_BTH)
+        return x_BTH + (self.mlp(normed_BTH) if batch is None else self.mlp(normed_BTH, batch))
 
 
 def output_init_std(config: ModelConfig) -> float:

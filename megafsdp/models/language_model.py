@@ -29,6 +29,7 @@ from megafsdp.parallel import (
     OutputLayer,
     ParallelModule,
     PositionEmbedding,
+    RoutedBatch,
     VocabParallelEmbedding,
     gather_vocabulary,
     scale_auxiliary_losses,
@@ -84,10 +85,12 @@ class Decoder(ParallelModule):
         self.final_layernorm = final_layernorm
         self.activation_checkpointing = ActivationCheckpointing()
 
-    def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTH: Tensor, rotary_TR: Tensor | None, batch: RoutedBatch | None = None
+    ) -> Tensor:
         """Run the layers and the final norm on (B, T, H)."""
         for index, layer in enumerate(self.layers):
-            x_BTH = self.activation_checkpointing.run_layer(layer, index, x_BTH, rotary_TR)
+            x_BTH = self.activation_checkpointing.run_layer(layer, index, x_BTH, rotary_TR, batch)
         return self.final_layernorm(x_BTH)
 
 
@@ -202,7 +205,9 @@ class LanguageModel(ParallelModule):
         if cp_group is not None:
             tokens_BT = own_part(tokens_BT, cp_group, dim=1)
             rotary_TR = None if rotary_TR is None else own_part(rotary_TR, cp_group, dim=0)
-        logits_BTV = self.output_layer(self.decoder(self.embedding(tokens_BT), rotary_TR))
+        batch = RoutedBatch() if self.config.has_experts else None
+        x_BTH = self.decoder(self.embedding(tokens_BT), rotary_TR, batch)
+        logits_BTV = self.output_layer(x_BTH)
         if labels_BT is None:
             logits_BTV = self._whole(logits_BTV)
         # A slice has a gradient of the whole size to fill, so none is made for nothing.

@@ -18,7 +18,7 @@ from megafsdp.device.torch_private import without_dynamo
 from megafsdp.mesh.annotation import ParameterAnnotation
 from megafsdp.models.common import MLP, output_init_std
 from megafsdp.models.config import ModelConfig
-from megafsdp.parallel import GroupedExperts, ParallelModule, Router
+from megafsdp.parallel import GroupedExperts, ParallelModule, RoutedBatch, Router
 from megafsdp.parallel.dispatch import combine, dispatch
 
 
@@ -80,17 +80,17 @@ class MoE(ParallelModule):
         has_shared = config.shared_expert_ffn_hidden_size > 0
         self.shared_experts = SharedExperts(config) if has_shared else None
 
-    def forward(self, x_BTH: Tensor) -> Tensor:
+    def forward(self, x_BTH: Tensor, batch: RoutedBatch | None = None) -> Tensor:
         """Map (B, T, H) to the weighted sum of each token's experts; collective over ep and tp."""
-        out_BTH = self._pass_experts(x_BTH.flatten(0, 1)).view_as(x_BTH)
+        out_BTH = self._pass_experts(x_BTH.flatten(0, 1), batch).view_as(x_BTH)
         if self.shared_experts is None:
             return out_BTH
         return out_BTH + self.shared_experts(x_BTH)
 
     # How many rows an expert has is known to the host alone, and differs in each forward.
     @without_dynamo
-    def _pass_experts(self, x_NH: Tensor) -> Tensor:
-        weights_NK, experts_NK = self.router(x_NH)
+    def _pass_experts(self, x_NH: Tensor, batch: RoutedBatch | None) -> Tensor:
+        weights_NK, experts_NK = self.router(x_NH, batch)
         num_experts, group = self.router.num_experts, self.experts.ep_group
         dispatched = dispatch(x_NH, experts_NK, weights_NK, num_experts, group)
         rows_RH = self.experts(dispatched.rows_RH, dispatched.plan.load_E)

@@ -19,6 +19,7 @@ from megafsdp.parallel.mappings import gather_vocabulary
 from megafsdp.parallel.norm import LayerNorm, RMSNorm
 from megafsdp.parallel.parallelize import parallelize
 from megafsdp.parallel.router import (
+    RoutedBatch,
     Router,
     RouterMetrics,
     end_router_step,
@@ -35,6 +36,7 @@ __all__ = [
     "ParallelModule",
     "PositionEmbedding",
     "RMSNorm",
+    "RoutedBatch",
     "Router",
     "RouterMetrics",
     "VocabParallelEmbedding",

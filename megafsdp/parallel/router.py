@@ -47,6 +47,23 @@ from megafsdp.parallel.layer import ParallelModule
 Balance = Literal["none", "aux_loss", "bias"]
 
 
+class RoutedBatch:
+    """What routers know of the forward that they are in, also where backward recomputes it.
+
+    One is made for each forward: several may be before a backward. It is no dataclass, which
+    engines copy where they cast what a layer is called with.
+
+    Attributes:
+        loss_grad: The gradient of the loss that the auxiliary one stands beside, from backward;
+            None for 1.
+    """
+
+    __slots__ = ("loss_grad",)
+
+    def __init__(self) -> None:
+        self.loss_grad: Tensor | None = None
+
+
 class Router(ParallelModule):
     """The map from a token to its experts and their weights.
 
@@ -70,7 +87,7 @@ class Router(ParallelModule):
         load_E: Copies of tokens for each expert since the step began, of this rank's tokens; None
             before the first. Counted in training mode only.
         score_E: The sum of each expert's scores likewise; with an auxiliary loss only.
-        loss_grad: The gradient of the loss that the auxiliary one stands beside; None for 1.
+        batch: That of the last forward; None before the first.
     """
 
     expert_bias: Tensor | None
@@ -102,7 +119,7 @@ class Router(ParallelModule):
         self.sequence_parallel = sequence_parallel
         self.load_E: Tensor | None = None
         self.score_E: Tensor | None = None
-        self.loss_grad: Tensor | None = None
+        self.batch: RoutedBatch | None = None
         self.declarations = {"weight": ParameterAnnotation(sums_over_tp=sequence_parallel)}
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device))
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
@@ -119,12 +136,22 @@ class Router(ParallelModule):
         if self.expert_bias is not None and not defer_init:
             self.expert_bias.zero_()
 
-    def forward(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_NH: Tensor, batch: RoutedBatch | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts and their indices, both ``(N, K)``.
 
         Weights have the dtype of the scores, the widest of fp32, the input's and the weight's.
         Local; with an auxiliary loss backward sums loads over all ranks.
+
+        Args:
+            x_NH: The tokens of this rank.
+            batch: That of the forward, the same where backward recomputes it; None makes one, and
+                a recomputation takes that of the last forward.
         """
+        is_recomputed = is_backward_running()
+        if batch is None:
+            batch = self.batch if is_recomputed and self.batch is not None else RoutedBatch()
+        if not is_recomputed:
+            self.batch = batch
         weight = self._localized("weight")
         dtype = torch.promote_types(torch.promote_types(x_NH.dtype, weight.dtype), torch.float32)
         score_NE = F.linear(x_NH.to(dtype), weight.to(dtype)).softmax(-1)
@@ -137,10 +164,10 @@ class Router(ParallelModule):
             return weights_NK, experts_NK
         load_E = count_by_expert(experts_NK, self.num_experts)
         # A recomputation counts the tokens of its forward again.
-        if not is_backward_running():
+        if not is_recomputed:
             self._count(load_E, score_NE.detach())
         if self.balance == "aux_loss" and score_NE.requires_grad:
-            weights_NK = _add_auxiliary_loss(weights_NK, score_NE, load_E, self)
+            weights_NK = _add_auxiliary_loss(weights_NK, score_NE, load_E, self, batch)
         return weights_NK, experts_NK
 
     def _count(self, load_E: Tensor, score_NE: Tensor) -> None:
@@ -149,7 +176,7 @@ class Router(ParallelModule):
             score_E = score_NE.sum(0)
             self.score_E = score_E if self.score_E is None else self.score_E + score_E
 
-    def _score_grad(self, load_E: Tensor) -> Tensor:
+    def _score_grad(self, load_E: Tensor, loss_grad: Tensor | None) -> Tensor:
         """Return the gradient of the auxiliary loss with respect to each token's scores, ``(E,)``.
 
         Collective over all ranks.
@@ -164,7 +191,7 @@ class Router(ParallelModule):
             num_ranks //= self.tp_mesh.size()
         num_tokens = num_copies / (self.num_experts_per_token * num_ranks)
         grad_E = self.aux_loss_coefficient * self.num_experts * total_E / (num_copies * num_tokens)
-        return grad_E if self.loss_grad is None else grad_E * self.loss_grad
+        return grad_E if loss_grad is None else grad_E * loss_grad
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         bias = self.expert_bias
@@ -192,43 +219,49 @@ class _AuxiliaryLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, weights_NK: Tensor, score_NE: Tensor, load_E: Tensor, router: Router
+        ctx: FunctionCtx,
+        weights_NK: Tensor,
+        score_NE: Tensor,
+        load_E: Tensor,
+        router: Router,
+        batch: RoutedBatch,
     ) -> Tensor:
         ctx.save_for_backward(load_E)
-        ctx.router, ctx.scores = router, score_NE.shape  # type: ignore[attr-defined]
-        ctx.dtype = score_NE.dtype  # type: ignore[attr-defined]
+        ctx.router, ctx.batch = router, batch  # type: ignore[attr-defined]
+        ctx.scores, ctx.dtype = score_NE.shape, score_NE.dtype  # type: ignore[attr-defined]
         return weights_NK.view_as(weights_NK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_NK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad_NK: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (load_E,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_E = ctx.router._score_grad(load_E).to(ctx.dtype)  # type: ignore[attr-defined]
-        return grad_NK, grad_E.expand(ctx.scores), None, None  # type: ignore[attr-defined]
+        router, batch = ctx.router, ctx.batch  # type: ignore[attr-defined]
+        grad_E = router._score_grad(load_E, batch.loss_grad).to(ctx.dtype)  # type: ignore[attr-defined]
+        return grad_NK, grad_E.expand(ctx.scores), None, None, None  # type: ignore[attr-defined]
 
 
 # A compiled layer ends its graph here: the gradient is made by a collective of the host's.
 @without_dynamo
 def _add_auxiliary_loss(
-    weights_NK: Tensor, score_NE: Tensor, load_E: Tensor, router: Router
+    weights_NK: Tensor, score_NE: Tensor, load_E: Tensor, router: Router, batch: RoutedBatch
 ) -> Tensor:
-    weights: Tensor = _AuxiliaryLoss.apply(weights_NK, score_NE, load_E, router)
+    weights: Tensor = _AuxiliaryLoss.apply(weights_NK, score_NE, load_E, router, batch)
     return weights
 
 
 class _LossGradient(torch.autograd.Function):
-    """A loss unchanged; in backward its gradient is noted on routers."""
+    """A loss unchanged; in backward its gradient is noted for routers."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, loss: Tensor, routers: list[Router]) -> Tensor:
-        ctx.routers = routers  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, loss: Tensor, batches: set[RoutedBatch]) -> Tensor:
+        ctx.batches = batches  # type: ignore[attr-defined]
         return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        for router in ctx.routers:  # type: ignore[attr-defined]
-            router.loss_grad = grad
+        for batch in ctx.batches:  # type: ignore[attr-defined]
+            batch.loss_grad = grad
         return grad, None
 
 
@@ -236,14 +269,19 @@ class _LossGradient(torch.autograd.Function):
 def scale_auxiliary_losses(loss: Tensor, model: nn.Module) -> Tensor:
     """Return the loss, whose gradient in backward becomes the factor of a model's auxiliary losses.
 
-    What divides the loss by the number of microbatches, or scales it for fp16, so applies to them
-    too. Backward must reach the loss before the layers, as it does where the loss is made of their
-    output. ``LanguageModel`` calls it where it makes the loss itself. Local.
+    They are those of the model's last forward: call it before the next one. What divides the loss
+    by the number of microbatches, or scales it for fp16, so applies to them too. Backward must
+    reach the loss before the layers, as it does where the loss is made of their output.
+    ``LanguageModel`` calls it where it makes the loss itself. Local.
     """
-    routers = [router for router in _routers(model) if router.balance == "aux_loss"]
-    if not routers or not loss.requires_grad:
+    batches = {
+        router.batch
+        for router in _routers(model)
+        if router.balance == "aux_loss" and router.batch is not None
+    }
+    if not batches or not loss.requires_grad:
         return loss
-    scaling: Tensor = _LossGradient.apply(loss, routers)
+    scaling: Tensor = _LossGradient.apply(loss, batches)
     return scaling
 
 

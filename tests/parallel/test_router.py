@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megafsdp.buffer.comm.trace import record_collectives
 from megafsdp.models import ActivationCheckpointing, build_model
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.parallel import Router, end_router_step, router_metrics
-from tests.parallel.cases import MOE, batch_of
+from tests.parallel.cases import MOE, batch_of, build
 from tests.ranks import Ranks
 
 _H, _E, _K = 6, 5, 2
@@ -154,6 +155,37 @@ def test_the_auxiliary_loss_is_scaled_as_the_loss_is() -> None:
     name = "gradient of decoder.layers.1.mlp.router.weight"
     torch.testing.assert_close(half[name], whole[name] / 2)
     assert (whole[name] - plain[name]).abs().max() > 0.1 * plain[name].abs().max()
+
+
+@pytest.mark.parametrize("choice", _CHECKPOINTING)
+def test_the_auxiliary_loss_is_scaled_as_the_loss_of_its_forward_is(
+    choice: ActivationCheckpointing,
+) -> None:
+    """A loss that is made of logits has a factor of 1, before, beside and after one of labels."""
+    config = dataclasses.replace(MOE, router_balance="aux_loss", router_aux_loss_coefficient=1.0)
+    model = build(config)
+    model.activation_checkpointing = choice
+    (x, labels, _), (others, targets, _) = batch_of(2, 8, 0), batch_of(2, 8, 1)
+
+    def of_labels() -> Tensor:
+        return 64 * model(x, labels)
+
+    def of_logits() -> Tensor:
+        return torch.nn.functional.cross_entropy(model(others).flatten(0, 1), targets.flatten())
+
+    def grads(*losses: Callable[[], Tensor]) -> list[Tensor]:
+        model.zero_grad()
+        torch.stack([loss() for loss in losses]).sum().backward()
+        return [router.weight.grad for router in model.modules() if isinstance(router, Router)]
+
+    alone = grads(of_logits)
+    scaled = grads(of_labels)
+    for found, wanted in zip(grads(of_logits), alone, strict=True):
+        assert torch.equal(found, wanted)
+    # Of gradients that pass a loss in fp32.
+    for both in ((of_labels, of_logits), (of_logits, of_labels)):
+        for found, one, other in zip(grads(*both), scaled, alone, strict=True):
+            torch.testing.assert_close(found, one + other, rtol=1e-6, atol=1e-9)
 
 
 def test_a_bias_moves_choices_and_not_weights() -> None:
