@@ -165,7 +165,7 @@ class LanguageModel(ParallelModule):
         """Predict, or score a prediction; collective over tp and cp.
 
         With them a sequence that the ranks do not divide is padded on the right, which changes
-        nothing before the padding.
+        nothing before the padding: experts' loads are those of the tokens given.
 
         Args:
             tokens_BT: Token ids, at most ``max_sequence_length`` of them a row.
@@ -205,7 +205,9 @@ class LanguageModel(ParallelModule):
         if cp_group is not None:
             tokens_BT = own_part(tokens_BT, cp_group, dim=1)
             rotary_TR = None if rotary_TR is None else own_part(rotary_TR, cp_group, dim=0)
-        batch = RoutedBatch() if self.config.has_experts else None
+        batch = None
+        if self.config.has_experts:
+            batch = RoutedBatch(self._padding_of(tokens_BT, num_padded))
         x_BTH = self.decoder(self.embedding(tokens_BT), rotary_TR, batch)
         logits_BTV = self.output_layer(x_BTH)
         if labels_BT is None:
@@ -219,6 +221,25 @@ class LanguageModel(ParallelModule):
         # Asked first: routers are looked for in all modules.
         has_auxiliary_loss = self.config.router_balance == "aux_loss"
         return scale_auxiliary_losses(loss, self) if has_auxiliary_loss else loss
+
+    def _padding_of(self, tokens_BT: Tensor, num_padded: int) -> Tensor | None:
+        """Return which of this rank's tokens, row after row, are padding; None without any.
+
+        Args:
+            tokens_BT: With padding, all that the ranks of tp have together: with cp an own part.
+            num_padded: Tokens added on the right of the whole sequence.
+        """
+        if not num_padded:
+            return None
+        num_rows, num_own = tokens_BT.shape
+        num_ranks = 1 if self.cp_group is None else self.cp_group.size()
+        positions_T = torch.arange(num_own * num_ranks, device=tokens_BT.device)
+        is_padding_T = positions_T >= len(positions_T) - num_padded
+        if self.cp_group is not None:
+            is_padding_T = own_part(is_padding_T, self.cp_group, dim=0)
+        if self.tp_group is not None:
+            is_padding_T = is_padding_T.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return is_padding_T.repeat(num_rows)
 
     def _whole(self, logits_BTV: Tensor) -> Tensor:
         """Join the logits of the ranks of tp and cp."""

@@ -15,7 +15,7 @@ all copies of tokens and P its mean score, over the tokens of one forward on all
 ``load_balancing_loss_func`` is K times as much, and takes the tokens of all layers together.
 
 A training loop calls :func:`router_metrics` where it wants numbers and :func:`end_router_step`
-after each optimizer step. Tokens that pad a sequence count like others.
+after each optimizer step. Tokens that pad a sequence are routed, and count nowhere.
 
 Sources: Fedus et al., Switch Transformers (arXiv:2101.03961), equations 4 to 6, over the global
 batch as in Qiu et al., Demons in the Detail (arXiv:2501.11873); Wang et al., Auxiliary-Loss-Free
@@ -53,14 +53,19 @@ class RoutedBatch:
     One is made for each forward: several may be before a backward. It is no dataclass, which
     engines copy where they cast what a layer is called with.
 
+    Args:
+        is_padding_N: Whether each of this rank's tokens pads its sequence; None if none does.
+
     Attributes:
+        is_padding_N: As given.
         loss_grad: The gradient of the loss that the auxiliary one stands beside, from backward;
             None for 1.
     """
 
-    __slots__ = ("loss_grad",)
+    __slots__ = ("is_padding_N", "loss_grad")
 
-    def __init__(self) -> None:
+    def __init__(self, is_padding_N: Tensor | None = None) -> None:
+        self.is_padding_N = is_padding_N
         self.loss_grad: Tensor | None = None
 
 
@@ -162,13 +167,20 @@ class Router(ParallelModule):
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         if not self.training:
             return weights_NK, experts_NK
-        load_E = count_by_expert(experts_NK, self.num_experts)
+        load_E = self._load_of(experts_NK, batch.is_padding_N)
         # A recomputation counts the tokens of its forward again.
         if not is_recomputed:
-            self._count(load_E, score_NE.detach())
+            self._count(load_E, _without_padding(score_NE.detach(), batch))
         if self.balance == "aux_loss" and score_NE.requires_grad:
             weights_NK = _add_auxiliary_loss(weights_NK, score_NE, load_E, self, batch)
         return weights_NK, experts_NK
+
+    def _load_of(self, experts_NK: Tensor, is_padding_N: Tensor | None) -> Tensor:
+        if is_padding_N is None:
+            return count_by_expert(experts_NK, self.num_experts)
+        # An expert more, which padding is counted for: the host does not wait for a number of rows.
+        counted_NK = experts_NK.masked_fill(is_padding_N.unsqueeze(1), self.num_experts)
+        return count_by_expert(counted_NK, self.num_experts + 1)[:-1]
 
     def _count(self, load_E: Tensor, score_NE: Tensor) -> None:
         self.load_E = load_E if self.load_E is None else self.load_E + load_E
@@ -237,7 +249,8 @@ class _AuxiliaryLoss(torch.autograd.Function):
         (load_E,) = ctx.saved_tensors  # type: ignore[attr-defined]
         router, batch = ctx.router, ctx.batch  # type: ignore[attr-defined]
         grad_E = router._score_grad(load_E, batch.loss_grad).to(ctx.dtype)  # type: ignore[attr-defined]
-        return grad_NK, grad_E.expand(ctx.scores), None, None, None  # type: ignore[attr-defined]
+        grad_NE = _without_padding(grad_E.expand(ctx.scores), batch)  # type: ignore[attr-defined]
+        return grad_NK, grad_NE, None, None, None
 
 
 # A compiled layer ends its graph here: the gradient is made by a collective of the host's.
@@ -343,6 +356,13 @@ def end_router_step(model: nn.Module, *, found_inf: Tensor | bool = False) -> No
             router.expert_bias.add_(error, alpha=router.bias_update_rate)
     for router in routers:
         router.load_E = router.score_E = None
+
+
+def _without_padding(x_NE: Tensor, batch: RoutedBatch) -> Tensor:
+    """Return values of tokens with zeros for those that pad a sequence."""
+    if batch.is_padding_N is None:
+        return x_NE
+    return x_NE.masked_fill(batch.is_padding_N.unsqueeze(1), 0)
 
 
 def _routers(model: nn.Module) -> list[Router]:

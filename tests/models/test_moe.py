@@ -16,7 +16,7 @@ from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models import TransformerLayer
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.models.moe import MoE
-from megafsdp.parallel import Router, end_router_step, parallelize
+from megafsdp.parallel import Router, end_router_step, parallelize, router_metrics
 from tests.parallel.cases import MOE, batch_of, build, wholes
 from tests.ranks import Ranks
 
@@ -124,12 +124,12 @@ _BALANCED = {
 }
 
 
-def _train(model: LanguageModel, rank: int, num_data: int) -> dict[str, Tensor]:
+def _train(model: LanguageModel, rank: int, num_data: int, length: int = 8) -> dict[str, Tensor]:
     """Take two steps of SGD; return losses, the first gradients, and last weights and buffers."""
     found = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for step in range(2):
-        loss = model(*[part.chunk(num_data)[rank] for part in batch_of(4, 8, step)])
+        loss = model(*[part.chunk(num_data)[rank] for part in batch_of(4, length, step)])
         loss.backward()
         found[f"loss {step}"] = loss.detach()
         if step == 0:
@@ -138,11 +138,18 @@ def _train(model: LanguageModel, rank: int, num_data: int) -> dict[str, Tensor]:
             found |= {name: weight.clone() for name, weight, _ in wholes(model)}
         optimizer.step()
         optimizer.zero_grad()
+        metrics = router_metrics(model)
+        assert metrics is not None
+        found[f"largest load {step}"] = metrics.max_load
+        if metrics.aux_loss is not None:
+            found[f"auxiliary loss {step}"] = metrics.aux_loss
         end_router_step(model)
     return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def _train_on_ranks(balances: list[str], dims: ParallelDims, is_sharded: bool) -> list[Any]:
+def _train_on_ranks(
+    balances: list[str], dims: ParallelDims, is_sharded: bool, length: int
+) -> list[Any]:
     meshes = dims.build("cpu")
     found = []
     for balance in balances:
@@ -151,30 +158,34 @@ def _train_on_ranks(balances: list[str], dims: ParallelDims, is_sharded: bool) -
             megafsdp.fully_shard_model(
                 model, [TransformerLayer], mesh=meshes.data, expert_mesh=meshes.experts
             )
-        found.append(_train(model, meshes.data_rank, meshes.data_size))
+        found.append(_train(model, meshes.data_rank, meshes.data_size, length))
     return found
 
 
 @pytest.mark.parametrize(
-    ("balances", "dims", "is_sharded"),
+    ("balances", "dims", "is_sharded", "length"),
     [
-        (["none", "aux_loss", "bias"], ParallelDims(dp_shard=2, ep=2), True),
-        (["aux_loss"], ParallelDims(dp_shard=1, tp=2), True),
-        (["aux_loss"], ParallelDims(dp_shard=1, tp=2, ep=2), True),
-        (["aux_loss"], ParallelDims(dp_shard=1, tp=2, ep=2), False),
-        (["aux_loss"], ParallelDims(dp_shard=2, tp=2, ep=2), True),
+        (["none", "aux_loss", "bias"], ParallelDims(dp_shard=2, ep=2), True, 8),
+        (["aux_loss"], ParallelDims(dp_shard=1, tp=2), True, 8),
+        (["aux_loss"], ParallelDims(dp_shard=1, tp=2, ep=2), True, 8),
+        (["aux_loss"], ParallelDims(dp_shard=1, tp=2, ep=2), False, 8),
+        (["aux_loss"], ParallelDims(dp_shard=2, tp=2, ep=2), True, 8),
+        (["none", "aux_loss", "bias"], ParallelDims(dp_shard=1, tp=2), True, 7),
+        # Of 8 tokens the last rank of tp has padding alone, where that of cp has the last chunk.
+        (["none", "aux_loss", "bias"], ParallelDims(dp_shard=1, cp=2, tp=2), True, 5),
     ],
-    ids=["ep", "tp", "ep x tp", "ep x tp alone", "ep x tp x edp"],
+    ids=["ep", "tp", "ep x tp", "ep x tp alone", "ep x tp x edp", "tp, padded", "cp x tp, padded"],
 )
 def test_two_steps_equal_one_process(
-    ranks: Ranks, balances: list[str], dims: ParallelDims, is_sharded: bool
+    ranks: Ranks, balances: list[str], dims: ParallelDims, is_sharded: bool, length: int
 ) -> None:
-    """Losses, gradients, weights and biases of experts, in fp64, where no two scores are near."""
-    by_rank = ranks(dims.dp_shard * dims.tp).run(_train_on_ranks, balances, dims, is_sharded)
+    """Losses, gradients, weights, loads and biases, in fp64, where no two scores are near."""
+    num_ranks = dims.dp_shard * dims.cp * dims.tp
+    by_rank = ranks(num_ranks).run(_train_on_ranks, balances, dims, is_sharded, length)
     for index, balance in enumerate(balances):
         model = build(_BALANCED[balance])
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        wanted = _train(model, 0, 1)
+        wanted = _train(model, 0, 1, length)
         for name, expected in wanted.items():
             found = [of_rank[index][name] for of_rank in by_rank]
             if name.startswith("loss"):
