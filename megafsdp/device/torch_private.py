@@ -326,6 +326,15 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     return untraced_frame(run)
 
 
+def is_tracing() -> bool:
+    """Return whether ``torch.compile`` makes a graph of what runs now.
+
+    Public: ``torch.compiler.is_compiling()``, which before 2.13 is false while it traces what
+    tensor subclasses do. 2.11 to 2.13.
+    """
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
 def refuse_graphs(tensor: torch.Tensor, reason: str) -> None:
     """Have ``torch.compile`` end its graph before the operator that it tries on this tensor.
 
@@ -334,7 +343,7 @@ def refuse_graphs(tensor: torch.Tensor, reason: str) -> None:
     with the reason. Public: none; a graph break of ``torch.compiler`` works in traced code alone.
     2.11 to 2.13.
     """
-    if torch.compiler.is_compiling() and type(tensor) is not torch.Tensor:
+    if is_tracing() and type(tensor) is not torch.Tensor:
         # It only shows what is unsupported.
         raise torch._subclasses.fake_tensor.UnsupportedOperatorException(reason)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafsdp.device.torch_private import is_tracing
 from megafsdp.quantize import kernels
 from megafsdp.quantize.elements import E2M1, E4M3, Element
 from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, Scaling, TwoLevelScaling
@@ -184,7 +185,7 @@ class WeightFormat:
             in_backward: Whether backward decodes. In a graph of forward and backward it is another
                 operator than forward's: as one, values would be kept from the one to the other.
         """
-        if torch.compiler.is_compiling():
+        if is_tracing():
             found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
                 codes,
                 table,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafsdp.device.torch_private import is_tracing
 from megafsdp.errors import expected
 from megafsdp.quantize import kernels
 from megafsdp.quantize.elements import E2M1, E4M3, E5M2, Element
@@ -89,7 +90,7 @@ class InputFormat:
         self._check(values, maximum)
         tokens, features = values.shape
         values = values.contiguous()
-        if torch.compiler.is_compiling():
+        if is_tracing():
             codes, scales = torch.ops.megafsdp.quantize_matrix(
                 values,
                 self.element.name,
@@ -179,7 +180,7 @@ class QuantizedInput:
         if self.is_transposed:
             codes = kernels.transpose_codes(codes, coding.element)
         codes = codes.view(-1)
-        if torch.compiler.is_compiling():
+        if is_tracing():
             found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
                 codes,
                 self.scales,

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megafsdp.device.torch_private import refuse_graphs, version_of, without_dynamo
+from megafsdp.device.torch_private import is_tracing, refuse_graphs, version_of, without_dynamo
 from megafsdp.errors import expected
 from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
 from megafsdp.quantize.hadamard import transform_tokens
@@ -179,7 +179,7 @@ def _version_of(weight: LinearWeight) -> int | None:
     Whatever changes a weight writes its codes, so the table needs no look. Where they are gathered
     anew, by a unit or by torch's FSDP2, the count is put back: the bytes are the same.
     """
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return None
     # A copy to the tensor itself counts there: within an operator autograd counts nothing.
     return version_of(weight.codes) + version_of(cast(Tensor, weight))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megafsdp._native import native_module
+from megafsdp.device.torch_private import is_tracing
 
 _WORD = 0xFFFF_FFFF
 _MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
@@ -49,7 +50,7 @@ class Noise(NamedTuple):
         Element ``i``, counted by rows, has the same number in every shape and on every device.
         """
         numel, module = math.prod(shape), native_module()
-        is_native = device.type == "cpu" and not torch.compiler.is_compiling()
+        is_native = device.type == "cpu" and not is_tracing()
         if module is not None and is_native and numel > 0:
             out = torch.empty(tuple(shape), dtype=torch.float32)
             module.fill_uniform(

@@ -465,7 +465,8 @@ def _local_operand(value: object) -> object:
     if value.ndim or isinstance(value, RowShardedDTensor):
         return local_of(value)
     # A scalar such as a norm may be Partial: its reduction over ranks is still to be made.
-    return value.full_tensor()
+    # torch 2.12 detaches one that requires gradients by an operator that it then refuses.
+    return value.detach().full_tensor()
 
 
 def _spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

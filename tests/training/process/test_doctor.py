@@ -80,8 +80,9 @@ def test_a_package_without_metadata_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A checkout on the path has none."""
-    (tmp_path / "triton.py").write_text("")
+    (tmp_path / "megafsdp_bare.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "_OPTIONAL", (("triton", ""),))
-    monkeypatch.setattr(doctor, "_OPTIONAL_ON_GPUS", (("triton", "triton", ""),))
+    monkeypatch.setattr(doctor, "_OPTIONAL", (("megafsdp_bare", ""),))
+    on_gpus = (("megafsdp_bare", "megafsdp_bare", ""),)
+    monkeypatch.setattr(doctor, "_OPTIONAL_ON_GPUS", on_gpus)
     assert [finding.state[:5] for finding in doctor._packages()] == ["found", "found"]
