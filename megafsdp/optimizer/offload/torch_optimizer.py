@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
@@ -112,7 +113,8 @@ class HostOptimizer:
             taken[name] = value
             if isinstance(value, torch.Tensor):
                 own = local_tensor(value)
-                own = own.reshape(-1) if own.ndim else own
+                # A plain scalar is a count; the state of a scalar parameter is sharded as that is.
+                own = own.reshape(-1) if own.ndim or isinstance(value, DTensor) else own
                 kept = before.get(name)
                 is_alike = isinstance(kept, torch.Tensor) and kept.shape == own.shape
                 # In the memory that there is: states shown before alias it.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_
+from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_, fully_shard
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
 from tests.fsdp.toy import Net, batches, mine
@@ -154,6 +156,61 @@ def test_states_of_the_hosts_optimizer_are_saved_and_loaded(
 ) -> None:
     """By checkpoints, in the memory that is there, and by state dicts, whatever their names."""
     ranks(2).run(_resumes, kind, str(tmp_path / "saved"))
+
+
+class _Scaled(nn.Module):
+    """A linear times a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(x) * self.scale
+        return output
+
+
+def _resumes_a_scalar(kind: str, path: str) -> None:
+    cls, own = KINDS[kind]
+    models = [fully_shard(_Scaled()) for _ in range(3)]
+    optimizers = [
+        HybridDeviceOptimizer(m.parameters(), cpu_optimizer_cls=cls, cpu_optimizer_kwargs=own)
+        for m in models
+    ]
+
+    def step(index: int, seed: int) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        models[index](x).square().mean().backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+
+    for seed in range(2):
+        step(0, seed)
+    save(path, model=models[0], optimizer=optimizers[0], step=2)
+    load(path, model=models[1], optimizer=optimizers[1])
+    models[2].load_state_dict(models[0].state_dict())
+    optimizers[2].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for index in range(3):
+        step(index, 3)
+        optimizers[index].synchronize()
+    for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
+        for loaded, parameter in zip(model.parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(local_tensor(loaded), local_tensor(parameter))
+            states, wanted = optimizer.state[loaded], optimizers[0].state[parameter]
+            assert states.keys() == wanted.keys() and states
+            for name, value in wanted.items():
+                assert states[name].shape == value.shape
+                assert torch.equal(local_tensor(states[name]), local_tensor(value)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_a_parameter_without_dimensions_are_loaded(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """They have the shape of a count of steps, but are not one."""
+    ranks(2).run(_resumes_a_scalar, kind, str(tmp_path / "saved"))
 
 
 def _made_again() -> None:
