@@ -108,7 +108,7 @@ class CapturablePass:
             # The kernel reads a double. A graph replays the cast, once for all that share the rate.
             key = (hyper.late_lr, step.device)
             if key not in self._rates:
-                self._rates[key] = hyper.late_lr.to(step.device, torch.float64)
+                self._rates[key] = hyper.late_lr.to(step.device, torch.float64).reshape(())
             rate = self._rates[key]
         return LateSegment(*place, hyper.known, step, rate)
 
@@ -169,7 +169,7 @@ def _constants(hyper: GroupHyper, step: torch.Tensor) -> AdamConstants:
     rate = torch.full((), known.lr, dtype=torch.float64, device=step.device)
     late: dict[str, Any] = {}
     if hyper.late_lr is not None:
-        rate.copy_(hyper.late_lr)
+        rate.copy_(hyper.late_lr.reshape(()))
         # Rounded once from double, as AdamConstants does, to the same bits.
         late["decay"] = (1 - rate * known.weight_decay).float() if known.adam_w_mode else 1.0
     if known.bias_correction:

@@ -279,10 +279,12 @@ class Muon(Optimizer):
             matrix = matrices[segment.matrix]
             options = matrix.param_group
             where = matrix.local_range(segment.start, segment.stop)
+            # A factor must be a number, or a tensor without dimensions.
+            lr = float(options["lr"])
             ratio = lr_ratio(options["adjust_lr_fn"], *matrix.shape)
             with flat_elements(local_tensor(matrix.parameter)) as flat:
                 # A parameter of a unit on the host takes its update there.
-                flat[where].add_(piece.to(flat.device), alpha=-options["lr"] * ratio)
+                flat[where].add_(piece.to(flat.device), alpha=-lr * ratio)
 
     def _average(self, matrix: Matrix, where: slice, output: torch.Tensor) -> None:
         """Update the momentum of some elements and write what is to be orthogonalised."""

@@ -110,6 +110,18 @@ def test_nothing_changes_where_gradients_are_not_finite() -> None:
     assert captured.state[weights[0]]["step"] == 2
 
 
+def test_a_learning_rate_may_be_a_tensor_of_one_element() -> None:
+    """With or without a dimension, to the same bits."""
+    weights = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    for weight, lr in zip(weights, (torch.tensor(0.1), torch.tensor([0.1])), strict=True):
+        optimizer = FusedAdam([weight], lr=lr, capturable=True)
+        weight.grad = torch.full((4, 6), 0.5)
+        optimizer.step()
+        assert optimizer.state[weight]["step"] == 1
+    assert torch.equal(weights[1].detach(), weights[0].detach())
+    assert not torch.equal(weights[1].detach(), torch.ones(4, 6))
+
+
 def test_states_that_cannot_be_captured_are_refused() -> None:
     """Scaled moments and remainders need the host."""
     weight = nn.Parameter(torch.ones(4, 4))

@@ -563,6 +563,19 @@ def test_strides_of_plain_parameters_do_not_count() -> None:
         assert torch.equal(dense, strided)
 
 
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_learning_rate_may_be_a_tensor_of_one_element(use_muon: bool) -> None:
+    """With or without a dimension, to the same bits."""
+    weights = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    for weight, lr in zip(weights, (torch.tensor(0.1), torch.tensor([0.1])), strict=True):
+        optimizer = Muon([weight], lr=lr, use_muon=use_muon)
+        weight.grad = grad.clone()
+        optimizer.step()
+    assert torch.equal(weights[1].detach(), weights[0].detach())
+    assert not torch.equal(weights[1].detach(), torch.ones(4, 6))
+
+
 def test_empty_matrices_are_stepped_alone() -> None:
     """Nothing is to be done, in no round."""
     for shape in ((0, 6), (6, 0)):
