@@ -30,7 +30,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafsdp.device.torch_private import is_tracing, refuse_graphs, version_of, without_dynamo
@@ -110,8 +109,8 @@ class _Decoded(torch.autograd.Function):
         return F.linear(x, weight.decode(x.dtype), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _check_once(ctx.weight)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
@@ -149,9 +148,9 @@ class _Quantized(torch.autograd.Function):
         return _as_output(y, x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight: LinearWeight = ctx.weight
+        _check_once(weight)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1]).contiguous()
         grad_x = grad_weight = for_weight = None
@@ -171,6 +170,33 @@ class _Quantized(torch.autograd.Function):
                 for_weight = _quantize(rows, weight, GRAD, ALONG_TOKENS, **given)
             grad_weight = weight_grad(for_weight, x, grad.dtype).to(weight.value_dtype)
         return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+
+
+def _check_once(weight: LinearWeight) -> None:
+    """Raise where gradients are to have a graph, which would end here without a word.
+
+    torch's ``once_differentiable`` looks for one in what enters backward, not in what it reads.
+
+    Raises:
+        NotImplementedError: Backward runs with ``create_graph=True``.
+    """
+    # A graph of torch.compile refuses a second differentiation itself, and traces with either mode.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            expected(
+                "a backward without create_graph",
+                "one with it",
+                where=f"backward of a linear on {_describe(weight)}",
+                hint="Quantized linears are differentiable once: name the layer in "
+                "keep_unquantized",
+            )
+        )
+
+
+def _describe(weight: LinearWeight) -> str:
+    name = f"'{weight.fqn}', " if weight.fqn else ""
+    shape = tuple(weight.stored_shape)
+    return f"{name}a weight of shape {shape} quantized by '{weight.recipe.name}'"
 
 
 def _version_of(weight: LinearWeight) -> int | None:
@@ -193,13 +219,11 @@ def _check_unchanged(weight: LinearWeight, version: int | None) -> None:
     """
     now = _version_of(weight)
     if now != version and None not in (now, version):
-        name = f"'{weight.fqn}', " if weight.fqn else ""
         raise RuntimeError(
             expected(
                 f"codes at version {version}, as forward read them",
                 f"version {now}",
-                where=f"backward of a linear on {name}a weight of shape "
-                f"{tuple(weight.stored_shape)} quantized by '{weight.recipe.name}'",
+                where=f"backward of a linear on {_describe(weight)}",
                 hint="Run backward before optimizer steps, requantize_() and loads, or forward "
                 "again after them",
             )
@@ -344,8 +368,8 @@ class _Grouped(torch.autograd.Function):
         return multiply(x, weight.decode(x.dtype), offs=ends)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _check_once(ctx.weight)
         x, ends = ctx.saved_tensors
         # Without rows all strides are contiguous to torch, and not to the kernels.
         grad = grad.contiguous() if grad.numel() else grad.new_empty(grad.shape)

@@ -354,6 +354,20 @@ def test_a_checkpointed_block_saves_its_input_alone(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("quantize_activations", [False, True])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_gradients_of_gradients_are_refused(recipe: str, quantize_activations: bool) -> None:
+    """Also where the gradient that enters backward has no graph; a backward without one works."""
+    weight = quantized(_drawn(96, 64), recipe, quantize_activations=quantize_activations)
+    x = _drawn(160, 64).requires_grad_()
+    y = F.linear(x, weight).square().sum()
+    for loss in (y, F.linear(x, weight).sum()):
+        with pytest.raises(NotImplementedError, match="name the layer in keep_unquantized"):
+            torch.autograd.grad(loss, x, create_graph=True)
+    y = F.linear(x, weight).square().sum()
+    assert torch.autograd.grad(y, x)[0].any()
+
+
+@pytest.mark.parametrize("quantize_activations", [False, True])
 def test_autocast_casts_as_for_torchs_linear(quantize_activations: bool) -> None:
     """Inputs and biases in fp32 are cast, and gradients come back in fp32."""
     weight = quantized(
@@ -475,6 +489,9 @@ def test_grouped_products_take_expanded_gradients(num_rows: int) -> None:
     wanted = _gradients(y, torch.ones_like(y), x, weight)
     y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, weight)), wanted))
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    with pytest.raises(NotImplementedError, match="a backward without create_graph"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 _LOADS = ([3, 0, 5, 2], [0, 10, 0, 0], [0, 0, 0, 0])
