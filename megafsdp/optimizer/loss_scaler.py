@@ -14,8 +14,7 @@ Gradients are clipped in :mod:`megafsdp.optimizer.grads.clip`.
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,9 @@ from megafsdp.device.torch_private import unscale_and_check, without_dynamo
 from megafsdp.errors import expected
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.adam.plan import gradients_of
+
+# A loss in fp32 times more than this is infinite, and so would the scale stay.
+_LARGEST_SCALE = 2.0**127
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class ScaleRule:
     """The rule by which a loss scale starts and moves.
 
     Attributes:
-        initial_scale: The first scale.
+        initial_scale: The first scale; none is above 2^127.
         min_scale: Backing off stops here.
         growth_factor: Factor after ``growth_window`` finite steps in a row.
         backoff_factor: Factor after a non-finite step, once hysteresis is used up.
@@ -73,13 +75,13 @@ class ScaleRule:
             ValueError: They cannot work.
         """
         # Written so that NaN, which compares false, is refused.
-        has_scales = 0 < self.min_scale <= self.initial_scale < math.inf
+        has_scales = 0 < self.min_scale <= self.initial_scale <= _LARGEST_SCALE
         has_factors = self.growth_factor > 1 > self.backoff_factor > 0
         if not (has_scales and has_factors and min(self.growth_window, self.hysteresis) > 0):
             raise ValueError(
                 expected(
-                    "0 < min_scale <= initial_scale, growth_factor > 1 > backoff_factor > 0, "
-                    "growth_window > 0 and hysteresis > 0",
+                    "0 < min_scale <= initial_scale <= 2^127, growth_factor > 1 > backoff_factor > "
+                    "0, growth_window > 0 and hysteresis > 0",
                     asdict(self),
                     where="ScaleRule",
                     hint="Leave out the values that you do not want to change",
@@ -104,8 +106,10 @@ class ScaleRule:
             left = state.hysteresis_left - 1
             backed_off = max(state.scale * self.backoff_factor, self.min_scale)
             return ScaleState(state.scale if left > 0 else backed_off, 0, left)
-        if state.num_finite + 1 == self.growth_window:
-            return ScaleState(state.scale * self.growth_factor, 0, self.hysteresis)
+        # More than the window where the state is that of a rule with a longer one.
+        if state.num_finite + 1 >= self.growth_window:
+            grown = min(state.scale * self.growth_factor, _LARGEST_SCALE)
+            return ScaleState(grown, 0, self.hysteresis)
         return ScaleState(state.scale, state.num_finite + 1, state.hysteresis_left)
 
 
@@ -148,8 +152,9 @@ class LossScaler:
     def unscale_(self, *optimizers: Optimizer) -> bool:
         """Divide the optimizers' gradients by the scale; tell whether all ranks' are finite.
 
-        Collective: one all-reduce of one element. Give all optimizers of the step at once. Reads
-        the rows of gradients that the steps read, never gaps of flat buffers.
+        Collective: one all-reduce of one element. Give all optimizers of the step at once; a
+        gradient that several of them step is divided once. Reads the rows of gradients that the
+        steps read, never gaps of flat buffers.
 
         Raises:
             RuntimeError: Gradients of this step are unscaled already.
@@ -174,7 +179,8 @@ class LossScaler:
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
         # The operator of torch takes lists of one device and dtype.
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for local in (local_tensor(g) for o in optimizers for g in _gradients(o)):
+        grads = {id(grad): grad for o in optimizers for grad in _gradients(o)}
+        for local in map(local_tensor, grads.values()):
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         if any(dtype == torch.float16 for _, dtype in by_kind):
             raise ValueError(
@@ -250,11 +256,25 @@ class LossScaler:
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over the state of another scaler; a constant scale does not change."""
-        if self.rule.is_dynamic:
-            self._state = ScaleState(
-                float(state["scale"]), int(state["num_finite"]), int(state["hysteresis_left"])
+        """Take over the state of another scaler; a constant scale does not change.
+
+        Raises:
+            ValueError: It is no state of a LossScaler.
+        """
+        names = [field.name for field in fields(ScaleState)]
+        if not state.keys() >= set(names):
+            raise ValueError(
+                expected(
+                    f"the state of a LossScaler, with {names}",
+                    list(state),
+                    where="LossScaler.load_state_dict()",
+                    hint="Go on from torch's GradScaler by "
+                    "LossScaler(ScaleRule(initial_scale=state['scale']))",
+                )
             )
+        if self.rule.is_dynamic:
+            scale = min(float(state["scale"]), _LARGEST_SCALE)
+            self._state = ScaleState(scale, int(state["num_finite"]), int(state["hysteresis_left"]))
 
 
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:

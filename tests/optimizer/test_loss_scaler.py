@@ -114,6 +114,35 @@ def test_a_scaler_resumes_where_it_was() -> None:
     assert scales[0] == scales[1] == [8, 16, 16, 8, 8, 8, 16]
 
 
+def test_the_scale_stays_finite_in_fp32() -> None:
+    """Where no step ever overflows, as without gradients, and after a load of an infinite one."""
+    rule = ScaleRule(2.0**126, growth_window=1, hysteresis=1)
+    scaler, loaded = LossScaler(rule), LossScaler(rule)
+    for _ in range(4):
+        scaler.update(is_finite=True)
+    assert scaler.current_scale == 2.0**127
+    loaded.load_state_dict(scaler.state_dict() | {"scale": math.inf})
+    assert loaded.current_scale == 2.0**127
+    loaded.update(is_finite=False)
+    assert loaded.current_scale == 2.0**126
+
+
+def test_a_shorter_window_grows_at_the_next_finite_step() -> None:
+    """A loaded state may have more finite steps than the window."""
+    first, second = (LossScaler(ScaleRule(8.0, growth_window=window)) for window in (9, 2))
+    for _ in range(5):
+        first.update(is_finite=True)
+    second.load_state_dict(first.state_dict())
+    second.update(is_finite=True)
+    assert second.current_scale == 16.0
+
+
+def test_the_state_of_torchs_scaler_is_refused() -> None:
+    """With how to go on from it."""
+    with pytest.raises(ValueError, match=r"ScaleRule\(initial_scale=state\['scale'\]\)"):
+        LossScaler().load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+
+
 def test_a_constant_scale_is_not_a_stored_one() -> None:
     """What is configured stays, whatever another scaler's state says."""
     dynamic, constant = LossScaler(ScaleRule(8.0)), LossScaler(ScaleRule.constant(128.0))
@@ -142,6 +171,7 @@ def test_a_decision_made_elsewhere_moves_the_scale() -> None:
         {"growth_window": 0},
         {"hysteresis": 0},
         {"initial_scale": math.inf},
+        {"initial_scale": 2.0**128},
     ],
 )
 def test_rules_that_cannot_work_are_refused(values: dict[str, float]) -> None:
@@ -165,6 +195,17 @@ def test_calls_out_of_turn_are_refused() -> None:
     scaler.unscale_(a, b)
     assert scaler.step(a)
     assert scaler.step(b)
+
+
+def test_a_gradient_of_two_optimizers_is_unscaled_once() -> None:
+    """Also where one optimizer is given twice."""
+    shared, own = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    both, one = (torch.optim.SGD(params, lr=0.1) for params in ([shared, own], [shared]))
+    for optimizers in ((both, one), (both, both)):
+        shared.grad, own.grad = torch.full((2,), 16.0), torch.full((2,), -8.0)
+        assert LossScaler(ScaleRule.constant(8.0)).unscale_(*optimizers)
+        assert torch.equal(shared.grad, torch.full((2,), 2.0))
+        assert torch.equal(own.grad, torch.full((2,), -1.0))
 
 
 def test_fp16_gradients_are_refused() -> None:
