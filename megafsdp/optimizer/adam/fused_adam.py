@@ -94,7 +94,8 @@ class FusedAdam(Optimizer):
         adam_w_mode: Decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         bias_correction: Correct the moments for their start at zero.
         exp_avg_dtype: Dtype of the first moment: fp32, bf16, or fp16 or FP8 (e4m3) with a scale a
-            block (:mod:`megafsdp.optimizer.states.formats`).
+            block (:mod:`megafsdp.optimizer.states.formats`). FP8 wants a first beta of at most
+            0.95: it makes moments of slower decay too small.
         exp_avg_sq_dtype: Dtype of the second moment.
         store_param_remainders: For bf16 parameters, as ``MixedPrecisionPolicy(torch.bfloat16,
             main_params_dtype=torch.bfloat16)`` makes them: an int16 state has the bits that a bf16

@@ -6,7 +6,9 @@ that the format is used for. Rows are never cut between ranks, so values do not 
 A block of zeros has scale 0 and stays zero. A step divides by the root of second moments, so these
 are rounded up where the format would make 0 of them: the step is then too short, not without bound.
 A second moment that is infinite, as the square of a large gradient may be, stays so as in fp32, and
-the others of its block become so large that their steps are next to none.
+the others of its block become so large that their steps are next to none. A first moment that falls
+in a step is stored as less, if need be by one code: rounded back each time, it would stay while the
+second one falls, and steps would have no bound.
 One-dimensional parameters, whose elements may be cut anywhere, keep fp32 states, and so do those
 whose rows a model axis cuts, as tensor parallelism does by input columns.
 
@@ -108,8 +110,15 @@ class ScaledState:
         factors = self.scales.repeat_interleave(BLOCK_NUMEL, dim=1)[:, :columns]
         return self.codes.float().mul_(factors)
 
-    def encode(self, values: torch.Tensor) -> None:
-        """Store values, ``(rows, columns)`` fp32; encoding what was decoded changes nothing."""
+    def encode(self, values: torch.Tensor, *, is_step: bool = False) -> None:
+        """Store values; encoding what was decoded changes nothing.
+
+        Args:
+            values: ``(rows, columns)`` fp32.
+            is_step: They are what a step made of those stored: one that fell is stored as less,
+                unless positive ones are kept.
+        """
+        before = self.decode().abs_() if is_step and not self.keeps_positive else None
         rows, columns = values.shape
         num_blocks = self.scales.shape[1]
         # Zeros do not change the largest value of the last block.
@@ -134,3 +143,8 @@ class ScaledState:
         # In place: the codes alias what the optimizer shows.
         self.scales.copy_(torch.where(inverse > 0, scales, torch.zeros_like(scales)))
         self.codes.copy_(codes.to(self.codes.dtype))
+        if before is not None:
+            is_as_large = (values.abs() < before) & (self.decode().abs_() >= before)
+            # Codes are sign and magnitude: the next one towards zero is one less.
+            bits = self.codes.view(torch.int8 if self.codes.itemsize == 1 else torch.int16)
+            bits.sub_(is_as_large.to(bits.dtype))

@@ -252,7 +252,7 @@ class StateStore:
         for name, value in values.items():
             scaled = self._scaled.get(parameter, {}).get(name)
             if scaled is not None:
-                scaled.encode(value.view(scaled.codes.shape))
+                scaled.encode(value.view(scaled.codes.shape), is_step=True)
                 continue
             local = local_tensor(state[name])
             # Where decode() returned the memory itself, the step has written it.

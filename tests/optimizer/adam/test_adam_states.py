@@ -81,7 +81,7 @@ class _Moment:
 
     def set(self, values: torch.Tensor) -> None:
         if self.scaled is not None:
-            self.scaled.encode(values.reshape(self.rows))
+            self.scaled.encode(values.reshape(self.rows), is_step=True)
         else:
             self.kept.copy_(values)
 

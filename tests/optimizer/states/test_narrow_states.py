@@ -60,6 +60,56 @@ def test_small_gradients_beside_a_large_one_make_no_large_step(
 
 
 @pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("beta", [0.9, 0.99])
+def test_values_beside_a_larger_one_decay_to_zero(dtype: torch.dtype, beta: float) -> None:
+    """Each step makes them smaller, whatever their sign; zeros and the largest stay."""
+    state = ScaledState.zeros(1, 128, dtype, CPU)
+    values = torch.logspace(0, -6, 128).unsqueeze(0)
+    values[0, 1::2] *= -1
+    values[0, 126] = 0.0
+    state.encode(values)
+    before = state.decode()
+    assert before[0, 1:100].all()
+    # fp16 has 2^39 between its largest and smallest, of which 0.99 takes 2700 steps.
+    for _ in range(5000):
+        values = before * beta
+        values[0, 0] = 1.0
+        state.encode(values, is_step=True)
+        after = state.decode()
+        assert after[0, 0] == before[0, 0] and (after * before >= 0).all()
+        fallen = (after.abs() < before.abs()) | (before == 0)
+        assert fallen[0, 1:].all()
+        before = after
+        if not before[0, 1:].any():
+            break
+    assert not before[0, 1:].any()
+
+
+@pytest.mark.parametrize("sq_dtype", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP16, FP8])
+def test_weights_whose_gradients_end_beside_others_come_to_rest(
+    dtype: torch.dtype, sq_dtype: torch.dtype
+) -> None:
+    """A first moment that stayed would be divided by the root of an ever smaller second one."""
+    weight = nn.Parameter(torch.zeros(2, 128))
+    optimizer = FusedAdam([weight], lr=1e-3, exp_avg_dtype=dtype, exp_avg_sq_dtype=sq_dtype)
+    generator = torch.Generator().manual_seed(0)
+    moved = []
+    for step in range(600):
+        grad = torch.randn(2, 128, generator=generator)
+        grad[:, 64:] *= 1e-4 if step < 50 else 0.0
+        weight.grad = grad
+        optimizer.step()
+        if step in (49, 399, 599):
+            moved.append(weight.detach()[:, 64:].clone())
+    assert moved[0].abs().min() > 0
+    # Adam itself moves none of them by more than 0.03.
+    assert moved[1].abs().max() < 0.03
+    assert torch.equal(moved[2], moved[1])
+    assert not optimizer.get_unscaled_state(weight, "exp_avg")[:, 64:].any()
+
+
+@pytest.mark.parametrize("dtype", NARROW)
 def test_an_infinite_second_moment_leaves_its_block_finite(dtype: torch.dtype) -> None:
     """It stays infinite, no other becomes so or zero, and the codes are stable."""
     values = torch.tensor([[1e-4, float("inf"), 0.0, 1e38, 3.2e38]])
