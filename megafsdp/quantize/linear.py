@@ -181,7 +181,7 @@ def _check_once(weight: LinearWeight) -> None:
         NotImplementedError: Backward runs with ``create_graph=True``.
     """
     # A graph of torch.compile refuses a second differentiation itself, and traces with either mode.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_tracing():
         raise NotImplementedError(
             expected(
                 "a backward without create_graph",
