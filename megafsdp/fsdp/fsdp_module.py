@@ -32,6 +32,8 @@ from megafsdp.mesh.torch_private import (
     set_fully_shard_state,
 )
 
+_PREFIX = "FSDP"
+
 
 class UnshardHandle(TorchUnshardHandle):
     """A gather under way, returned by :meth:`FSDPModule.unshard`."""
@@ -76,6 +78,14 @@ class FSDPModule(_Mixin):
         """
         plain = next(c for c in cls.__mro__[1:] if issubclass(c, nn.Module))
         return plain(*args, **kwargs)
+
+    def _get_name(self) -> str:
+        """Return the name that the class had before, which transformers looks up in its tables."""
+        return type(self).__name__.removeprefix(_PREFIX)
+
+    def __repr__(self) -> str:
+        """Show that the module is a unit, as torch's do."""
+        return _PREFIX + super().__repr__()
 
     def _fsdp_unit(self) -> FSDPUnit:
         unit = unit_of(self)
@@ -490,7 +500,7 @@ def mix_in(module: nn.Module) -> None:
 @functools.cache
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class of units of a class: one, since torch compiles each class anew."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
+    return type(f"{_PREFIX}{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
 
 
 def _refuse_torch_around_units(module: nn.Module) -> None:

@@ -202,6 +202,29 @@ def _refused(directory: Path) -> None:
 
 def test_a_trainer_without_the_line_of_set_up_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """It would be wrapped into DDP."""
+def _smoothed(
+    directory: Path, is_mixed: bool
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    with launcher_environment():
+        model, options = build("qwen3"), {"label_smoothing_factor": 0.1}
+        trainer = make_trainer("transformers", model, directory, is_mixed=is_mixed, **options)
+        trainer.train()
+        return trainer.state.log_history[:NUM_STEPS], full_state_dict(trainer.model)
+
+
+def test_a_trainer_smooths_labels_as_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
+    """The trainer shifts them for classes whose names are in a table."""
+    (log, state), (oracle_log, oracle) = (
+        ranks(2).run(_smoothed, tmp_path, is_mixed)[0] for is_mixed in (True, False)
+    )
+    assert state.keys() == oracle.keys()
+    for name, tensor in oracle.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+    for row, wanted in zip(log, oracle_log, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(wanted[name], rel=1e-5)
+
+
     ranks(2).run(_refused, tmp_path)
 
 

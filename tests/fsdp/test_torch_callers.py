@@ -59,6 +59,10 @@ def _is_one_of_torchs() -> None:
         assert isinstance(module, ours) and isinstance(module, theirs)
     handle.wait()
     assert isinstance(net, Net) and not isinstance(net.norm, torch_fsdp.FSDPModule)
+    # The class looks like torch's; transformers looks up its own names.
+    assert repr(net).startswith("FSDPNet(") and "): FSDPBlock(" in repr(net)
+    register_fsdp_forward_method(net, "forward")
+    assert net._get_name() == "Net" and net.norm._get_name() == "LayerNorm"
     # Made by the class of the whole, as torch does.
     layers = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
     assert type(layers[:2]) is nn.Sequential and len(layers[:2]) == 2
@@ -67,7 +71,7 @@ def _is_one_of_torchs() -> None:
 
 
 def test_a_unit_is_an_instance_of_torchs_class(ranks: Ranks) -> None:
-    """And its handle; construction and copies are as before."""
+    """And its handle; construction, copies and names are as before."""
     ranks(2).run(_is_one_of_torchs)
 
 
