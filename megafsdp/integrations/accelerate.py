@@ -1,13 +1,15 @@
 """accelerate's ``Accelerator``, whose FSDP2 plugin shards by this engine, on CPUs too.
 
 ``prepare(model, optimizer)`` shards the model as the plugin says and gives the optimizer the
-sharded parameters. All else is accelerate's own: ``accumulate``, ``clip_grad_norm_``,
-``save_state``, ``load_state`` and ``get_state_dict`` take units of megafsdp as they are.
+sharded parameters, ``clip_grad_norm_`` clips with one collective. All else is accelerate's own:
+``accumulate``, ``save_state``, ``load_state`` and ``get_state_dict`` take units of megafsdp as they
+are.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,11 +20,13 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 
+from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.weight_sync import optimizers_follow
 from megafsdp.integrations.refusals import check_settings
+from megafsdp.optimizer.grads.clip import clip_grad_norm_
 
 _ON_CPU_OR_ALONE = (DistributedType.MULTI_CPU, DistributedType.NO)
 
@@ -60,7 +64,11 @@ class ShardedAccelerator(Accelerator):
                 plugin.set_mixed_precision(self.mixed_precision)
 
     def shard_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model as the plugin says; override it to choose more. Called on all ranks."""
+        """Shard a model as the plugin says; override it to choose more. Called on all ranks.
+
+        Raises:
+            ValueError: The plugin wraps by class, and neither it nor the model names classes.
+        """
         plugin, mesh = self.state.fsdp_plugin, self.torch_device_mesh
         # Modules, or a pattern of their names.
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, self.device)
@@ -73,7 +81,29 @@ class ShardedAccelerator(Accelerator):
         }
         if plugin.auto_wrap_policy is None:
             return fully_shard(model, **options)
-        return fully_shard_model(model, plugin.transformer_cls_names_to_wrap, **options)
+        units = plugin.transformer_cls_names_to_wrap
+        if not (units or getattr(model, "_no_split_modules", None)):
+            raise ValueError(
+                expected(
+                    "classes to wrap, of the plugin or of the model",
+                    f"{type(model).__name__}, which names none in _no_split_modules",
+                    where="auto_wrap_policy TRANSFORMER_BASED_WRAP",
+                    hint="Give transformer_cls_names_to_wrap to the plugin, or use NO_WRAP, which "
+                    "makes the model one unit",
+                )
+            )
+        return fully_shard_model(model, units, **options)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients, which is returned; collective, one small all-reduce."""
+        # accelerate's own compares parameters by ==, which those of several models refuse.
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         others = [each for each in args if not isinstance(each, nn.Module)]

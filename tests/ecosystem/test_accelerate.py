@@ -246,6 +246,41 @@ def test_a_model_without_weights_reads_them_after_it_is_prepared(
     ranks(2).run(_empty_weights, tmp_path)
 
 
+def _beside_a_teacher(directory: Path) -> None:
+    reference, teacher = build("qwen3"), build("llama").eval()
+    with accelerator("ours") as accelerated:
+        accelerated.prepare_model(build("qwen3"), evaluation_mode=True)
+        model = copy.deepcopy(reference)
+        model, optimizer = accelerated.prepare(model, adamw(model))
+        accelerated.prepare_model(teacher, evaluation_mode=True)
+        batch = global_batch(0)
+        accelerated.backward(model(**own_rows(batch)).loss)
+        (reference(**batch).loss / NUM_MICROBATCHES).backward()
+        norm = full_tensor(accelerated.clip_grad_norm_(model.parameters(), MAX_NORM))
+        wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+        assert wanted > MAX_NORM
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+        assert_same_grads(model, reference)
+        optimizer.step()
+    with accelerator("ours") as accelerated:
+        model = build("qwen3")
+        model, optimizer = accelerated.prepare(model, adamw(model))
+        accelerated.prepare_model(teacher, evaluation_mode=True)
+        accelerated.backward(model(**own_rows(batch)).loss)
+        optimizer.step()
+        _save_and_load(
+            model,
+            optimizer,
+            save=lambda: accelerated.save_state(directory),
+            load=lambda: accelerated.load_state(directory),
+        )
+
+
+def test_a_model_trains_beside_one_that_is_evaluated(ranks: Ranks, tmp_path: Path) -> None:
+    """Clipped; saved and loaded if the other one was prepared later."""
+    ranks(2).run(_beside_a_teacher, tmp_path)
+
+
 def _plugin_of_the_environment() -> None:
     with launcher_environment():
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -278,6 +313,9 @@ def _refused_plugins() -> None:
     with launcher_environment(), pytest.raises(NotImplementedError, match=r"layer\.compile"):
         ShardedAccelerator(cpu=True, fsdp_plugin=plugin_of(), **compiled)
     with accelerator("ours") as accelerated:
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"Sequential.*transformer_cls_names_to_wrap.*NO_WRAP"):
+            accelerated.prepare(layers, adamw(layers))
         model = build("qwen3")
         optimizer = adamw(model)
         model(**own_rows(global_batch(0))).loss.backward()
