@@ -9,6 +9,8 @@ megafsdp, from which any number of ranks resumes.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +25,14 @@ from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
 from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
-from megafsdp.fsdp.full_params import full_state_dict
+from megafsdp.fsdp.full_params import full_state_dict, summon_full_params
 from megafsdp.fsdp.fully_shard import fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.weight_sync import optimizers_follow
 from megafsdp.integrations.refusals import check_settings
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
+
+_LOGGER = logging.getLogger("megafsdp.integrations")
 
 FOLDER = "megafsdp"
 
@@ -47,9 +51,21 @@ class Sharded(Trainer):
         self.model = self.model_wrapped = self._sharded(self.model, given)
 
     def shard_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model; override it to choose units, strategy or dtypes. Called on all ranks."""
+        """Shard a model; override it to choose units, strategy or dtypes. Called on all ranks.
+
+        A model without ``_no_split_modules`` becomes one unit, with a warning.
+        """
+        units = None
+        if not getattr(model, "_no_split_modules", None):
+            _LOGGER.warning(
+                "%s names no classes in _no_split_modules: it is one unit, whose parameters are "
+                "gathered all at once. Override shard_model() of the trainer, and give classes to "
+                "fully_shard_model().",
+                type(model).__name__,
+            )
+            units = [type(model)]
         dtype = torch.bfloat16 if self.args.bf16 else None
-        return fully_shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        return fully_shard_model(model, units, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Shard what ``model_init`` makes, which each training starts anew from."""
@@ -81,7 +97,13 @@ class Sharded(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # The trainer calls it on all ranks, of which one writes.
-        super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
+        state = full_state_dict(self.model) if state_dict is None else state_dict
+        model: Any = self.model
+        with contextlib.ExitStack() as stack:
+            if _is_peft_model(model) and model.active_peft_config.is_prompt_learning:
+                # PEFT runs the prompt encoder while it saves, on that one rank.
+                stack.enter_context(summon_full_params(model))
+            super()._save(output_dir, state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir, FOLDER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import shutil
 from contextlib import nullcontext
@@ -14,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import FSDPModule, checkpoint, full_state_dict, full_tensor, fully_shard_model
+from megafsdp import (
+    FSDPModule,
+    checkpoint,
+    full_state_dict,
+    full_tensor,
+    fully_shard_model,
+    summon_full_params,
+)
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.ecosystem.launch import launcher_environment
@@ -26,7 +34,7 @@ pytest.importorskip("accelerate", reason="ecosystem: accelerate is not installed
 pytest.importorskip("peft", reason="ecosystem: peft is not installed")
 pytest.importorskip("trl", reason="ecosystem: trl is not installed")
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -194,14 +202,6 @@ def test_a_trainer_trains_as_one_process(
     ranks(2).run(_train, name, tmp_path, is_mixed)
 
 
-def _refused(directory: Path) -> None:
-    model = fully_shard_model(build("qwen3"))
-    with launcher_environment(), pytest.raises(ValueError, match="DistributedDataParallel"):
-        make_trainer("transformers", model, directory).train()
-
-
-def test_a_trainer_without_the_line_of_set_up_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """It would be wrapped into DDP."""
 def _smoothed(
     directory: Path, is_mixed: bool
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -225,6 +225,14 @@ def test_a_trainer_smooths_labels_as_under_ddp(ranks: Ranks, tmp_path: Path) -> 
             assert row[name] == pytest.approx(wanted[name], rel=1e-5)
 
 
+def _refused(directory: Path) -> None:
+    model = fully_shard_model(build("qwen3"))
+    with launcher_environment(), pytest.raises(ValueError, match="DistributedDataParallel"):
+        make_trainer("transformers", model, directory).train()
+
+
+def test_a_trainer_without_the_line_of_set_up_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """It would be wrapped into DDP."""
     ranks(2).run(_refused, tmp_path)
 
 
@@ -397,6 +405,44 @@ def test_an_optimizer_that_was_given_steps_the_sharded_model(ranks: Ranks, tmp_p
     ranks(2).run(_optimizer_given, tmp_path)
 
 
+class Regression(nn.Module):
+    """A model of the user's, which names no classes of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss."""
+        return {"loss": (self.layer(rows) - labels).square().mean()}
+
+
+def _one_unit(directory: Path) -> None:
+    model, reference = Regression(), Regression()
+    rows, labels = torch.randn(4, 4), torch.randn(4, 3)
+    data = [{"rows": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
+    warned: list[str] = []
+    with launcher_environment():
+        options = {"max_steps": 1, "gradient_accumulation_steps": 1, "weight_decay": 0.0}
+        given = TrainingArguments(directory, **OPTIONS | options)
+        logger = logging.getLogger("megafsdp.integrations")
+        logger.addFilter(lambda record: warned.append(record.getMessage()) or True)
+        MixedTrainer(model, given, train_dataset=data).train()
+    assert len(units_below([model])) == 1
+    (text,) = warned
+    assert "Regression" in text and "_no_split_modules" in text and "shard_model()" in text
+    reference(rows, labels)["loss"].backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+    torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.0).step()
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_names_no_units_is_one(ranks: Ranks, tmp_path: Path) -> None:
+    """With a warning, which says how to choose them."""
+    ranks(2).run(_one_unit, tmp_path)
+
+
 class CompilingTrainer(MixedTrainer):
     """Compiles layers, as the refusal of ``torch_compile`` says."""
 
@@ -500,6 +546,33 @@ def test_a_trainer_evaluates_by_writing(ranks: Ranks, tmp_path: Path) -> None:
 
 
 ADAPTERS = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+
+
+def _prompts(directory: Path) -> dict[str, torch.Tensor]:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(build("qwen3"), config)
+    with launcher_environment():
+        trainer = make_trainer("transformers", model, directory, is_mixed=True)
+        before = full_state_dict(model)
+        trainer.train()
+        trainer.save_model()
+        state = full_state_dict(model)
+        with summon_full_params(model):
+            if dist.get_rank() == 0:
+                model.save_pretrained(directory / "alone", state_dict=state)
+    assert {key for key, value in before.items() if not torch.equal(value, state[key])} == {
+        "prompt_encoder.default.embedding.weight"
+    }
+    return state
+
+
+def test_prompts_are_saved_as_other_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    """PEFT computes them on the rank that writes; by the trainer, and by PEFT's own method."""
+    state = ranks(2).run(_prompts, tmp_path)[0]
+    for folder in (tmp_path, tmp_path / "alone"):
+        loaded = PeftModel.from_pretrained(build("qwen3"), folder).state_dict()
+        assert loaded.keys() == state.keys()
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
 
 
 def _words(count: int, seed: int) -> str:
