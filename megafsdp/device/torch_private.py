@@ -91,12 +91,35 @@ def func_transforms() -> list[str]:
     return [each.key().name.lower() for each in functorch.get_interpreter_stack() or ()]
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
+class _AfterBackward:
+    """A callback of the autograd engine, and what follows when the engine frees it."""
+
+    __slots__ = ("_callback", "_when_freed")
+
+    def __init__(self, callback: Callable[[], None], when_freed: Callable[[], None]) -> None:
+        self._callback, self._when_freed = callback, when_freed
+
+    def __call__(self) -> None:
+        self._callback()
+
+    def __del__(self) -> None:
+        self._when_freed()
+
+
+def call_after_backward(callback: Callable[[], None], *, when_freed: Callable[[], None]) -> None:
     """Have the autograd engine call a function at the end of the backward that runs.
 
+    A backward that fails calls none and frees them before it raises; where a thread of the engine
+    runs it, as on CUDA, possibly a little later and on that thread.
+
     Public: none; FSDP2 and DDP use the same. 2.11 to 2.13.
+
+    Args:
+        callback: What is called after a whole backward.
+        when_freed: What is called after that, or after a failure; it must not raise.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    after = _AfterBackward(callback, when_freed)
+    torch.autograd.Variable._execution_engine.queue_callback(after)  # type: ignore[attr-defined]
 
 
 def num_gradient_hooks(parameter: torch.Tensor) -> int:

@@ -430,6 +430,24 @@ class FSDPModule(_Mixin):
         if not is_backward_running():
             self._discard_unreduced_grads()
         super().zero_grad(set_to_none)
+        # After an interrupt in forward, or unshard(), modules do not have the sharded parameters.
+        for parameter in self._hidden_parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    def _hidden_parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters below in whose place unsharded ones are shown."""
+        below = set(self.modules())
+        return [
+            parameter.sharded
+            for unit in self._fsdp_units(recurse=True)
+            for group in unit.groups
+            if group.is_shown_unsharded
+            for parameter in group.parameters
+            if any(owner in below for owner, _ in parameter.living_owners())
+        ]
 
     def _discard_unreduced_grads(self) -> None:
         below = set(self.modules())

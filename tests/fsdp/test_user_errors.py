@@ -350,6 +350,34 @@ def test_an_interrupted_forward_may_be_retried(ranks: Ranks) -> None:
     ranks(2).run(_after_an_interrupt)
 
 
+def _cleared_after_a_forward(shows: str, set_to_none: bool) -> None:
+    reference, net = _failing_pair()
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    net.error, own = KeyboardInterrupt, x[dist.get_rank()]
+    net(own).backward()
+    if shows == "interrupt":
+        net.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            net(own)
+        net.fails = False
+    else:
+        net.second.unshard()
+    assert "full" in _shown(net)
+    net.zero_grad(set_to_none)
+    reference(x).backward()
+    net(own).backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("shows", ["interrupt", "unshard"])
+def test_zero_grad_clears_gradients_of_parameters_that_are_not_shown(
+    ranks: Ranks, shows: str, set_to_none: bool
+) -> None:
+    """Modules have the full parameters after an interrupt in forward, and after unshard()."""
+    ranks(2).run(_cleared_after_a_forward, shows, set_to_none)
+
+
 def _exception_is_kept() -> None:
     _, net = _failing_pair()
     x = torch.randn(3, 12, requires_grad=True)

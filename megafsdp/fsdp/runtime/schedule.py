@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from megafsdp.buffer.comm.collectives import Pending
@@ -170,6 +171,9 @@ class ScheduledUnit(Protocol):
     def show_unsharded(self, *, in_backward: bool = False) -> None:
         """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
 
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+
     def leave_backward(self) -> None:
         """End the unit's backward: put the sharded parameters into the modules, and reshard."""
 
@@ -233,6 +237,19 @@ class ReductionQueue:
         self._second_stages.clear()
 
 
+@dataclass(slots=True, eq=False)
+class WholeBackward:
+    """One backward, of all units that take part in it.
+
+    Attributes:
+        is_running: Whether it has begun and not ended; an exception may have cut it short.
+        is_order_begun: Whether a unit that is in the recorded order has begun its own.
+    """
+
+    is_running: bool = True
+    is_order_begun: bool = False
+
+
 class FSDPContext:
     """What the units under one root share.
 
@@ -263,8 +280,7 @@ class FSDPContext:
         self.extra_groups = ExtraGroups()
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
-        self._is_backward_running = False
-        self._is_backward_order_begun = False
+        self._whole_backward = WholeBackward(is_running=False)
         # Units gathered ahead that have not run. By id: references keep a deleted model alive.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
@@ -384,8 +400,8 @@ class FSDPContext:
             if unit.is_in_backward:
                 return
             unit.enter_backward()
-            if token.is_in_order and not self._is_backward_order_begun:
-                self._is_backward_order_begun = True
+            if token.is_in_order and not self._whole_backward.is_order_begun:
+                self._whole_backward.is_order_begun = True
                 self._backward.start(guess=self._forward)
             if unit.options.unshard_in_backward:
                 self._unshard(unit, self._backward, is_in_order=token.is_in_order)
@@ -393,15 +409,28 @@ class FSDPContext:
 
     def begin_whole_backward(self) -> None:
         """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
-        if self._is_backward_running:
+        if self._whole_backward.is_running:
             return
-        self._is_backward_running, self._is_backward_order_begun = True, False
+        self._whole_backward = WholeBackward()
         self.has_unfinished_backward = True
         chosen = (unit.options.max_reductions for unit in self.units)
         # A model may be gone before its backward.
         self.reductions.max_waiting = max(chosen, default=1)
+        show_sharded = partial(self._show_sharded_after, self._whole_backward)
         # The engine calls it on this thread, after the last node and before backward() returns.
-        call_after_backward(self.end_backward)
+        call_after_backward(self.end_backward, when_freed=show_sharded)
+
+    def _show_sharded_after(self, backward: WholeBackward) -> None:
+        """Show the sharded parameters of units whose backward was cut short; local.
+
+        Users clear gradients then, through whatever parameters the modules have. The rest waits for
+        the next forward, which all ranks run.
+        """
+        if backward is not self._whole_backward:
+            return  # Another has begun: a thread of the engine was late.
+        for unit in self.units:
+            if unit.is_in_backward:
+                unit.show_sharded()
 
     @untraced_hook
     def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
@@ -419,7 +448,7 @@ class FSDPContext:
     @untraced_hook
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
-        self._is_backward_running = False
+        self._whole_backward.is_running = False
         units, root = self.units, self._root()
         # All ranks end the rest in this order, whichever gradients arrived on each of them.
         for unit in reversed(units):
@@ -550,14 +579,14 @@ class FSDPContext:
     @property
     def has_backward_begun(self) -> bool:
         """Return whether a backward has not ended: it runs, or an exception cut it short."""
-        return self._is_backward_running or bool(self.reductions)
+        return self._whole_backward.is_running or bool(self.reductions)
 
     def reset_after_error(self) -> None:
         """Undo what an exception cut short; sums of earlier microbatches outlive a forward."""
         is_backward = self.has_backward_begun
         if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return
-        self._is_backward_running = False
+        self._whole_backward.is_running = False
         self.passes_in_backward.clear()
         self.reductions.clear()
         for unit in self.units:

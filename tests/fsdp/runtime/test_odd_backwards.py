@@ -88,6 +88,51 @@ def test_a_hook_that_raises_leaves_no_sum_behind(ranks: Ranks, name: str) -> Non
     ranks(2).run(_cut_short_at, name)
 
 
+def _fail_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(_fail)
+
+
+def _cleared_outside_of_units(by: str, use_reentrant: bool | None) -> None:
+    reference, net = (nn.ModuleDict({"net": chain}) for chain in _chain(Block(), Block()))
+    x = torch.randn(dist.get_world_size(), 3, 12)
+    net["net"](_own(x)).mean().backward()
+
+    def loss(model: nn.ModuleDict, rows: torch.Tensor) -> torch.Tensor:
+        chain = model["net"]
+        if use_reentrant is None:
+            return chain(rows).mean()
+        hidden = rows.clone().requires_grad_()
+        for part in chain[1:3]:
+            hidden = checkpoint(part, hidden, use_reentrant=use_reentrant)
+        return hidden.mean()
+
+    for _ in range(2):
+        handle = net["net"][1].register_forward_hook(_fail_in_backward)
+        with pytest.raises(ZeroDivisionError):
+            loss(net, _own(x)).backward()
+        handle.remove()
+        if by == "zero_grad":
+            net.zero_grad()
+        else:
+            for parameter in net.parameters():
+                parameter.grad = None
+        reference.zero_grad()
+        loss(reference, x).backward()
+        loss(net, _own(x)).backward()
+        for index in (1, 2):
+            assert_same_grads(net["net"][index], reference["net"][index])
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("by", ["zero_grad", "loop"])
+def test_gradients_are_cleared_through_a_wrapper_after_a_failed_backward(
+    ranks: Ranks, by: str, use_reentrant: bool | None
+) -> None:
+    """It is no unit, and clears those of the parameters that it finds."""
+    ranks(2).run(_cleared_outside_of_units, by, use_reentrant)
+
+
 def _parts_after_a_failure() -> None:
     reference, net = _chain(Guard(), Guard())
     x = torch.randn(dist.get_world_size(), 3, 12)
