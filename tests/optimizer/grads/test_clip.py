@@ -55,6 +55,26 @@ def test_clipping_equals_torchs_on_the_whole_model(
     ranks(3).run(_clip, strategy, norm_type, norm_type == 2.0)
 
 
+def _clips_while_unsharded(strategy: str) -> None:
+    reference, net = pair(strategy=strategy)
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    net.blocks[0].unshard()
+    torch.testing.assert_close(clip_grad_norm_(net, 0.01), wanted, rtol=1e-5, atol=0)
+    net.blocks[0].reshard()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_gradients_of_parameters_that_are_not_shown_are_clipped(
+    ranks: Ranks, strategy: str
+) -> None:
+    """A model has the full parameters of a unit after unshard(), which have no gradients."""
+    ranks(2).run(_clips_while_unsharded, strategy)
+
+
 def test_the_norm_of_a_long_tensor_is_exact() -> None:
     """10 M elements of fp32 lose less than 1e-6, where one running sum would lose 4e-3."""
     parameter = nn.Parameter(torch.zeros(10_000_000))
