@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from megafsdp.device.memory import outside_inference_mode
 from megafsdp.device.torch_private import end_graph, is_backward_running, untraced_frame
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
@@ -462,6 +463,12 @@ class FSDPModule(_Mixin):
             for group in unit.groups:
                 owners = [{owner for owner, _ in p.living_owners()} for p in group.parameters]
                 group.gradients.discard([i for i, own in enumerate(owners) if own & below])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as any module does, also in inference mode."""
+        # There torch cannot detach a DTensor.
+        with outside_inference_mode():
+            return super().state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Accept ``to_empty()``, and ``.to()`` and its kin where they change nothing."""

@@ -28,6 +28,7 @@ from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_loa
 _EXTRA_STATE = "_extra_state"
 
 
+@torch.inference_mode(mode=False)
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return main weights and buffers as full plain tensors, by FQN.
 
@@ -54,6 +55,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@torch.inference_mode(mode=False)
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copy full plain tensors into a sharded model: each rank takes its own rows.
 

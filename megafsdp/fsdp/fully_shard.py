@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
@@ -76,6 +77,8 @@ def fully_shard(
 ) -> tuple[FSDPModule, ...]: ...
 
 
+# In inference mode flat buffers would be tensors that autograd refuses ever after.
+@torch.inference_mode(mode=False)
 def fully_shard(
     module: nn.Module | list[M] | tuple[M, ...],
     *,

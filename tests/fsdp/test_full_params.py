@@ -29,7 +29,15 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
-from tests.fsdp.toy import Net, assert_same_parameters, batches, mine, pair, shard
+from tests.fsdp.toy import (
+    Net,
+    assert_same_grads,
+    assert_same_parameters,
+    batches,
+    mine,
+    pair,
+    shard,
+)
 from tests.ranks import Ranks
 
 
@@ -55,6 +63,31 @@ def _round_trip(strategy: str) -> None:
 def test_a_full_state_dict_round_trips_bitwise(ranks: Ranks, strategy: str) -> None:
     """Names and values are the unsharded model's, and loading refreshes kept storage."""
     ranks(3).run(_round_trip, strategy)
+
+
+def _in_inference_mode(strategy: str) -> None:
+    reference, net = Net(), Net()
+    with torch.inference_mode():
+        shard(net, strategy=strategy)
+        full = full_state_dict(net)
+        load_full_state_dict(net, reference.state_dict())
+        net(*mine(batches(1)[0]))
+        state = net.state_dict()
+        loaded = full_state_dict(net)
+        net.load_state_dict(state)
+    assert not any(t.is_inference() for t in (*full.values(), *state.values(), *loaded.values()))
+    wanted = reference.state_dict()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_models_are_sharded_and_saved_in_inference_mode(ranks: Ranks, strategy: str) -> None:
+    """As trainers do that validate in it; training goes on outside."""
+    ranks(2).run(_in_inference_mode, strategy)
 
 
 class Counting(nn.Linear):
