@@ -285,7 +285,9 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
         state = _get_module_fsdp_state(module)
         groups = [] if state is None else _torch_groups(state)
         for each in (parameter for group in groups for parameter in group.fsdp_params):
-            mesh_info, before = each.mesh_info, each._unsharded_dtensor_spec
+            mesh_info = each.mesh_info
+            # Of 2.11 by the second name, and there of DTensors alone.
+            before = getattr(each, "_unsharded_dtensor_spec", getattr(each, "_tp_spec", None))
             is_divided = isinstance(mesh_info, FSDPMeshInfo)
             found[each.sharded_param] = TorchShard(
                 shape=tuple(each._orig_size),
