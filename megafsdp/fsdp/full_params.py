@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,13 +47,20 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             compute weights by ``summon_full_params`` that are not the main weights.
     """
     require_initialized([model], where="full_state_dict()")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    full: dict[int, torch.Tensor] = {}
+
+    def whole(name: str, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        # Names of a tied parameter share a tensor, as in any state dict: savers store it once.
+        key = id(parameters.get(name, value))
+        if key not in full:
+            full[key] = full_tensor(value).detach().clone()
+        return full[key]
+
     state = model.state_dict()
-    return {
-        name: full_tensor(value).detach().clone()
-        if isinstance(value, torch.Tensor)
-        else copy.deepcopy(value)
-        for name, value in state.items()
-    }
+    return {name: whole(name, value) for name, value in state.items()}
 
 
 @torch.inference_mode(mode=False)

@@ -136,6 +136,18 @@ def test_extra_states_are_part_of_full_state_dicts(ranks: Ranks) -> None:
     ranks(2).run(_extra_states)
 
 
+def _tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    state = full_state_dict(fully_shard(model))
+    assert state["1.weight"] is state["0.weight"]
+
+
+def test_names_of_a_tied_tensor_share_it(ranks: Ranks) -> None:
+    """As in a plain state dict, so that savers store it once."""
+    ranks(2).run(_tied)
+
+
 def _mismatch() -> None:
     _, net = pair()
     before = [p.local.clone() for p in net.parameters()]

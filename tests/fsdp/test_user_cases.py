@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -752,6 +752,27 @@ def test_outputs_that_refuse_update_are_replaced_entry_by_entry() -> None:
     changed = map_tensors(given, lambda t: t.to(torch.bfloat16))
     assert type(changed) is Output and list(changed) == ["loss", "cache"]
     assert changed["loss"].dtype == torch.bfloat16 and given["loss"] is x
+
+
+class Pair(NamedTuple):
+    """Fields of a tuple."""
+
+    x: torch.Tensor
+    n: int
+
+
+class PairOfOne(Pair):
+    """A named tuple that is made from one value."""
+
+    def __new__(cls, x: torch.Tensor) -> PairOfOne:
+        """Make the second field from the first."""
+        return super().__new__(cls, x, x.numel())
+
+
+def test_named_tuples_with_a_constructor_of_their_own_stay_what_they_are() -> None:
+    """Their fields are replaced, not made again."""
+    changed = map_tensors(PairOfOne(torch.ones(2)), lambda t: 2 * t)
+    assert type(changed) is PairOfOne and changed.x.tolist() == [2, 2] and changed.n == 2
 
 
 @pytest.mark.parametrize("kind", ["dict", "list"])

@@ -17,7 +17,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -466,7 +466,8 @@ def _local_operand(value: object) -> object:
         return local_of(value)
     # A scalar such as a norm may be Partial: its reduction over ranks is still to be made.
     # torch 2.12 detaches one that requires gradients by an operator that it then refuses.
-    return (value.detach() if value.requires_grad else value).full_tensor()
+    settled = cast(DTensor, value.detach()) if value.requires_grad else value
+    return settled.full_tensor()
 
 
 def _spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

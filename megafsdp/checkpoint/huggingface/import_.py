@@ -166,8 +166,8 @@ def match_stored(
         CheckpointError: Something is missing, unknown, of another shape, or differs from what it
             is tied to.
     """
-    stored = full_names(reader.names, plan.model_type)
     wanted = {name for entry in plan.entries for name in entry.theirs}
+    stored = full_names(reader.names, plan.model_type, wanted - plan.tied.keys())
     expect_names(stored, wanted, optional=set(plan.tied), where="the Hugging Face files")
     if unbuilt := unbuilt_names(reader.names, plan.model_type):
         _LOGGER.warning("left out, as transformers does: %s", listed(unbuilt))

@@ -11,7 +11,7 @@ A further family is a further table here. Files are read and written elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -403,27 +403,30 @@ def their_vocabulary_name(names: Iterable[str], model_type: str) -> str | None:
     return full_names(names, model_type).get(family.prefix + embedding)
 
 
-def full_names(names: Iterable[str], model_type: str) -> dict[str, str]:
+def full_names(
+    names: Iterable[str], model_type: str, wanted: Collection[str] = ()
+) -> dict[str, str]:
     """Return stored Hugging Face names by full name, without what no model has.
 
-    Names of a type without a table are full already.
+    Names of a type without a table are full already. So are those of which any has the prefix of
+    the model within, and those that are all ``wanted``, as of that model alone.
     """
     family = _FAMILIES.get(model_type, _Family("", (), ()))
-    return {
-        _full_name(name, family): name
+    kept = [
+        name
         for name in names
         if not name.endswith(family.ignored) and not name.startswith(family.unbuilt)
-    }
+    ]
+    is_full = any(name.startswith(family.prefix) for name in kept)
+    if is_full or (wanted and set(wanted) <= set(kept)):
+        return {name: name for name in kept}
+    return {name if name == _THEIR_OUTPUT else family.prefix + name: name for name in kept}
 
 
 def unbuilt_names(names: Iterable[str], model_type: str) -> list[str]:
     """Return the stored names of modules that are not built, such as further predictions."""
     family = _FAMILIES.get(model_type, _Family("", (), ()))
     return [name for name in names if name.startswith(family.unbuilt)]
-
-
-def _full_name(name: str, family: _Family) -> str:
-    return name if name == _THEIR_OUTPUT or name.startswith(family.prefix) else family.prefix + name
 
 
 def _family(model_type: str) -> _Family:

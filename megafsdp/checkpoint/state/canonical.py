@@ -339,7 +339,8 @@ def _require_at_rest(model: nn.Module) -> None:
                 "sharded parameters",
                 "unsharded ones",
                 where=f"unit '{name}'",
-                hint="Save and load outside of forward and backward, and after reshard()",
+                hint="Save and load outside of forward and backward, and after reshard(); after an "
+                "exception call reset_iter_state() first",
             )
         for group in unit.groups:
             group.wait_for_step()

@@ -9,6 +9,7 @@ optimizer runs (foreach, fused, capturable) stays as constructed.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -272,21 +273,24 @@ def plan_param_groups(
             raise CheckpointError(message)
         warn(message)
 
-    stored_by_names = {frozenset(group["names"]): group for group in stored_groups}
+    # Groups without parameters have the same names: they are taken in their order.
+    stored_by_names: dict[frozenset[str], deque[dict]] = defaultdict(deque)
+    for group in stored_groups:
+        stored_by_names[frozenset(group["names"])].append(group)
     current = named_groups(load.optimizer, names)
     if len(current) != len(stored_groups):
         complain(f"{len(stored_groups)} groups as stored", f"{len(current)}", len(current) - 1)
     for index, (_, group) in enumerate(current):
         group_names = member_names(group, names)
-        found = stored_by_names.get(frozenset(group_names))
-        if found is None:
+        found = stored_by_names[frozenset(group_names)]
+        if not found:
             complain(
                 "a stored group of the same parameters",
                 _difference(group_names, stored_groups),
                 index,
             )
             continue
-        taken, misfits = _hyperparameters(load.optimizer, group, found)
+        taken, misfits = _hyperparameters(load.optimizer, group, found.popleft())
         for what, got in misfits:
             complain(what, got, index)
         load.groups.append((group, taken))

@@ -114,7 +114,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
             copied = copy.copy(tree)  # With the attributes of a subclass.
             copied[:] = items
             return copied
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        # A named tuple may have a constructor of its own.
+        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
     if isinstance(tree, dict):
         return _map_dict(tree, function)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from megafsdp import MixedPrecisionPolicy, checkpoint, full_state_dict, materialize
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -98,6 +99,24 @@ def test_a_model_of_transformers_is_filled_as_it_is(
     """Names are the files' own."""
     their_model(family, True).save_pretrained(tmp_path, max_shard_size="50KB")
     ranks(3).run(_import_theirs, family, str(tmp_path))
+
+
+def _import_head(auto: type, family: str, source: str) -> None:
+    torch.manual_seed(5)
+    model = sharded(auto.from_config(their_config(family)))
+    checkpoint.import_hf(model, source)
+    _assert_same_state(model, auto.from_pretrained(source))
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+def test_models_without_an_output_layer_are_filled(
+    ranks: Ranks, auto: type, family: str, tmp_path: Path
+) -> None:
+    """Those with another head, as reward models have, and the model within by itself."""
+    torch.manual_seed(3)
+    auto.from_config(their_config(family)).save_pretrained(tmp_path)
+    ranks(2).run(_import_head, auto, family, str(tmp_path))
 
 
 def _first_losses(source: str, *sharding: object) -> None:

@@ -173,6 +173,23 @@ def test_a_tensor_learning_rate_stays_the_same_tensor(tmp_path: Path) -> None:
     assert by_tensor.param_groups[0]["lr"] is rate and rate.item() == 0.5
 
 
+def test_groups_without_parameters_load_in_their_order(tmp_path: Path) -> None:
+    """Trainers make them for parts that are frozen, with rates that schedulers go on from."""
+    rates = [0.1, 0.2, 0.4]
+
+    def made(rates: list[float]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        members = [[], list(model.parameters()), []]
+        groups = [{"params": p, "lr": lr} for p, lr in zip(members, rates, strict=True)]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = made(rates)
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other, loaded = made([1.0, 1.0, 1.0])
+    load(tmp_path, model=other, optimizer=loaded)
+    assert [group["lr"] for group in loaded.param_groups] == rates
+
+
 def test_another_grouping_is_refused_with_names(tmp_path: Path) -> None:
     """Parameters that changed groups are named, with the way to keep the own values."""
     model = _model(0)
