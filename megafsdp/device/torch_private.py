@@ -91,19 +91,13 @@ def func_transforms() -> list[str]:
     return [each.key().name.lower() for each in functorch.get_interpreter_stack() or ()]
 
 
-class _AfterBackward:
+class _AfterBackward(functools.partial[None]):
     """A callback of the autograd engine, and what follows when the engine frees it."""
 
-    __slots__ = ("_callback", "_when_freed")
-
-    def __init__(self, callback: Callable[[], None], when_freed: Callable[[], None]) -> None:
-        self._callback, self._when_freed = callback, when_freed
-
-    def __call__(self) -> None:
-        self._callback()
+    when_freed: Callable[[], None]
 
     def __del__(self) -> None:
-        self._when_freed()
+        self.when_freed()
 
 
 def call_after_backward(callback: Callable[[], None], *, when_freed: Callable[[], None]) -> None:
@@ -118,7 +112,8 @@ def call_after_backward(callback: Callable[[], None], *, when_freed: Callable[[]
         callback: What is called after a whole backward.
         when_freed: What is called after that, or after a failure; it must not raise.
     """
-    after = _AfterBackward(callback, when_freed)
+    after = _AfterBackward(callback)
+    after.when_freed = when_freed
     torch.autograd.Variable._execution_engine.queue_callback(after)  # type: ignore[attr-defined]
 
 

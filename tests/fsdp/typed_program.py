@@ -80,6 +80,7 @@ def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> N
     model.set_reduce_scatter_max_input_buffers(2)
     model.set_allocate_memory_from_process_group_for_comm(False)
     model.reset_iter_state()
+    model.load_state_dict(model.state_dict())
     handle: UnshardHandle = first.unshard(async_op=True)
     handle.wait()
     first.reshard()
