@@ -24,7 +24,7 @@ from megafsdp.device.torch_private import end_graph, is_backward_running, untrac
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
-from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
+from megafsdp.fsdp.runtime.unit import FSDPUnit, hidden_parameters, unit_of, units_below
 from megafsdp.fsdp.torch_state import TorchState, mark_managed, refuse_split_backward
 from megafsdp.mesh.torch_private import (
     check_before_split_backwards,
@@ -431,24 +431,11 @@ class FSDPModule(_Mixin):
         if not is_backward_running():
             self._discard_unreduced_grads()
         super().zero_grad(set_to_none)
-        # After an interrupt in forward, or unshard(), modules do not have the sharded parameters.
-        for parameter in self._hidden_parameters():
+        for parameter in hidden_parameters(self).values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
                 parameter.grad.zero_()
-
-    def _hidden_parameters(self) -> list[nn.Parameter]:
-        """Return the sharded parameters below in whose place unsharded ones are shown."""
-        below = set(self.modules())
-        return [
-            parameter.sharded
-            for unit in self._fsdp_units(recurse=True)
-            for group in unit.groups
-            if group.is_shown_unsharded
-            for parameter in group.parameters
-            if any(owner in below for owner, _ in parameter.living_owners())
-        ]
 
     def _discard_unreduced_grads(self) -> None:
         below = set(self.modules())

@@ -99,10 +99,9 @@ class Sharded(Trainer):
         # The trainer calls it on all ranks, of which one writes.
         state = full_state_dict(self.model) if state_dict is None else state_dict
         model: Any = self.model
-        with contextlib.ExitStack() as stack:
-            if _is_peft_model(model) and model.active_peft_config.is_prompt_learning:
-                # PEFT runs the prompt encoder while it saves, on that one rank.
-                stack.enter_context(summon_full_params(model))
+        # PEFT runs the prompt encoder while it saves, on that one rank.
+        runs = _is_peft_model(model) and model.active_peft_config.is_prompt_learning
+        with summon_full_params(model) if runs else contextlib.nullcontext():
             super()._save(output_dir, state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -71,6 +71,14 @@ def register(accelerated: Accelerator, model: PreTrainedModel) -> None:
     assert accelerated.prepare_model(model) is model
 
 
+def _clip(accelerated: Accelerator, model: torch.nn.Module, reference: torch.nn.Module) -> None:
+    norm = full_tensor(accelerated.clip_grad_norm_(model.parameters(), MAX_NORM))
+    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+    assert wanted > MAX_NORM
+    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+    assert_same_grads(model, reference)
+
+
 def _train(directory: Path, kind: str) -> None:
     reference = build("qwen3")
     model = copy.deepcopy(reference)
@@ -103,11 +111,7 @@ def _train(directory: Path, kind: str) -> None:
                 losses = accelerated.gather(loss.detach())
                 torch.testing.assert_close(losses.mean(), expected.detach(), rtol=1e-5, atol=0)
                 if accelerated.sync_gradients:
-                    norm = full_tensor(accelerated.clip_grad_norm_(model.parameters(), MAX_NORM))
-                    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
-                    assert wanted > MAX_NORM
-                    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
-                    assert_same_grads(model, reference)
+                    _clip(accelerated, model, reference)
                     expected_optimizer.step()
                     expected_optimizer.zero_grad()
                 optimizer.step()
@@ -256,11 +260,7 @@ def _beside_a_teacher(directory: Path) -> None:
         batch = global_batch(0)
         accelerated.backward(model(**own_rows(batch)).loss)
         (reference(**batch).loss / NUM_MICROBATCHES).backward()
-        norm = full_tensor(accelerated.clip_grad_norm_(model.parameters(), MAX_NORM))
-        wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
-        assert wanted > MAX_NORM
-        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
-        assert_same_grads(model, reference)
+        _clip(accelerated, model, reference)
         optimizer.step()
     with accelerator("ours") as accelerated:
         model = build("qwen3")

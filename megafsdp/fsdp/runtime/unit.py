@@ -547,3 +547,19 @@ def units_below(modules: Iterable[nn.Module]) -> dict[str, FSDPUnit]:
     """Return the units of the modules and their submodules by FQN, outer ones first."""
     found = attached_units(modules)
     return {name: unit for name, unit in found.items() if isinstance(unit, FSDPUnit)}
+
+
+def hidden_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded parameters in whose place a module shows others, by the id of those.
+
+    After ``unshard()``, or an interrupt in forward. Gradients are those of the sharded ones.
+    """
+    hidden = {
+        id(p.unsharded): p.sharded
+        for unit in units_below([module]).values()
+        for group in unit.groups
+        if group.is_shown_unsharded
+        for p in group.parameters
+    }
+    shown = map(id, module.parameters()) if hidden else ()
+    return {key: hidden[key] for key in shown if key in hidden}

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
-from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.fsdp.runtime.unit import hidden_parameters
 from megafsdp.optimizer.grads.norms import (
     by_device,
     device_of,
@@ -60,7 +59,8 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
     """
     if isinstance(parameters, nn.Module):
-        parameters = _sharded_parameters(parameters)
+        hidden = hidden_parameters(parameters)
+        parameters = [hidden.get(id(each), each) for each in parameters.parameters()]
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     grads = grads_of(parameters)
@@ -84,22 +84,6 @@ def clip_grad_norm_(
     for gaps in by_device([gap for part in parts for gap in part.gaps]):
         torch._foreach_zero_(gaps)
     return norm
-
-
-def _sharded_parameters(module: nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters, the sharded ones in place of those that show full values."""
-    parameters: list[torch.Tensor] = list(module.parameters())
-    if all(isinstance(parameter, DTensor) for parameter in parameters):
-        return parameters
-    # After unshard() or an interrupt in forward: what is shown has no reduced gradient.
-    sharded = {
-        id(p.unsharded): p.sharded
-        for unit in units_below([module]).values()
-        for group in unit.groups
-        if group.is_shown_unsharded
-        for p in group.parameters
-    }
-    return [sharded.get(id(parameter), parameter) for parameter in parameters]
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -8,8 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from megafsdp import clip_grad_norm_, num_zero_grads, param_group_norms
+from megafsdp import (
+    clip_grad_norm_,
+    full_tensor,
+    fully_shard,
+    num_zero_grads,
+    param_group_norms,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.grads.norms import parts_of
@@ -73,6 +81,22 @@ def test_gradients_of_parameters_that_are_not_shown_are_clipped(
 ) -> None:
     """A model has the full parameters of a unit after unshard(), which have no gradients."""
     ranks(2).run(_clips_while_unsharded, strategy)
+
+
+def _clips_parts_while_unsharded() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = parallelize_module(nn.Linear(4, 6), mesh["tp"], ColwiseParallel())
+    fully_shard(net, mesh=mesh["dp"])
+    net(torch.ones(2, 4)).square().sum().backward()
+    wanted = full_tensor(clip_grad_norm_(net, math.inf))
+    net.unshard()
+    assert torch.equal(full_tensor(clip_grad_norm_(net, math.inf)), wanted) and wanted > 0
+
+
+def test_gradients_of_parts_that_are_not_shown_are_clipped(ranks: Ranks) -> None:
+    """Full parameters of a model that tp has cut are DTensors too."""
+    ranks(2).run(_clips_parts_while_unsharded)
 
 
 def test_the_norm_of_a_long_tensor_is_exact() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megafsdp.errors import ConfigError
+from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.tracker import (
     JsonlTracker,
     TensorBoardTracker,
@@ -87,25 +88,29 @@ def test_row_is_on_disk_when_log_returns(tmp_path: Path) -> None:
     tracker.close()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wandb_runs_offline_and_keeps_its_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a key nothing is sent; a resumed run has the identity of the first."""
+@pytest.fixture
+def wandb_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return a run that logs to W&B, without a key."""
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny(tmp_path, logging={"wandb": True})
     config.run_directory.mkdir()
-    first = Trackers(config, last_step=0, wandb_id=None)
+    return config
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_runs_offline_and_keeps_its_identity(wandb_config: Config) -> None:
+    """Without a key nothing is sent; a resumed run has the identity of the first."""
+    first = Trackers(wandb_config, last_step=0, wandb_id=None)
     first.log({"step": 1, "loss": 2.0})
     first.close()
-    again = Trackers(config, last_step=1, wandb_id=first.wandb_id)
+    again = Trackers(wandb_config, last_step=1, wandb_id=first.wandb_id)
     again.close()
     assert first.wandb_id
     assert again.wandb_id == first.wandb_id
-    assert list(config.run_directory.glob(f"wandb/offline-run-*/run-{first.wandb_id}.wandb"))
+    assert list(wandb_config.run_directory.glob(f"wandb/offline-run-*/run-{first.wandb_id}.wandb"))
 
 
 def _records(data: bytes) -> Iterator[bytes]:
@@ -128,24 +133,16 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wandb_keeps_rows_of_a_step_before_its_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_keeps_rows_of_a_step_before_its_last(wandb_config: Config) -> None:
     """As a resumed run logs them, and an evaluation of the step that it resumed from."""
-    pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config = tiny(tmp_path, logging={"wandb": True})
-    config.run_directory.mkdir()
     rows = [{"step": 1, "loss": 4.0}, {"step": 3, "loss": 3.0}, {"step": 2, "validation_loss": 2.0}]
-    trackers = Trackers(config, last_step=0, wandb_id=None)
+    trackers = Trackers(wandb_config, last_step=0, wandb_id=None)
     for row in rows:
         trackers.log(row)
     trackers.close()
-    (path,) = config.run_directory.glob("wandb/offline-run-*/*.wandb")
+    (path,) = wandb_config.run_directory.glob("wandb/offline-run-*/*.wandb")
     records = [Record.FromString(data) for data in _records(path.read_bytes())]
     logged = [
         {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
