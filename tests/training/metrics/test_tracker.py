@@ -135,6 +135,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_keeps_rows_of_a_step_before_its_last(wandb_config: Config) -> None:
     """As a resumed run logs them, and an evaluation of the step that it resumed from."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = [{"step": 1, "loss": 4.0}, {"step": 3, "loss": 3.0}, {"step": 2, "validation_loss": 2.0}]
@@ -142,6 +143,8 @@ def test_wandb_keeps_rows_of_a_step_before_its_last(wandb_config: Config) -> Non
     for row in rows:
         trackers.log(row)
     trackers.close()
+    # Its process writes on after a run's end, up to its own.
+    wandb.teardown()
     (path,) = wandb_config.run_directory.glob("wandb/offline-run-*/*.wandb")
     records = [Record.FromString(data) for data in _records(path.read_bytes())]
     logged = [
