@@ -100,6 +100,13 @@ def wandb_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
+def _end_wandb() -> None:
+    """End W&B's process, which writes on after the end of a run."""
+    import wandb
+
+    wandb.teardown()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_runs_offline_and_keeps_its_identity(wandb_config: Config) -> None:
     """Without a key nothing is sent; a resumed run has the identity of the first."""
@@ -108,6 +115,7 @@ def test_wandb_runs_offline_and_keeps_its_identity(wandb_config: Config) -> None
     first.close()
     again = Trackers(wandb_config, last_step=1, wandb_id=first.wandb_id)
     again.close()
+    _end_wandb()
     assert first.wandb_id
     assert again.wandb_id == first.wandb_id
     assert list(wandb_config.run_directory.glob(f"wandb/offline-run-*/run-{first.wandb_id}.wandb"))
@@ -135,7 +143,6 @@ def _records(data: bytes) -> Iterator[bytes]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_keeps_rows_of_a_step_before_its_last(wandb_config: Config) -> None:
     """As a resumed run logs them, and an evaluation of the step that it resumed from."""
-    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = [{"step": 1, "loss": 4.0}, {"step": 3, "loss": 3.0}, {"step": 2, "validation_loss": 2.0}]
@@ -143,8 +150,7 @@ def test_wandb_keeps_rows_of_a_step_before_its_last(wandb_config: Config) -> Non
     for row in rows:
         trackers.log(row)
     trackers.close()
-    # Its process writes on after a run's end, up to its own.
-    wandb.teardown()
+    _end_wandb()
     (path,) = wandb_config.run_directory.glob("wandb/offline-run-*/*.wandb")
     records = [Record.FromString(data) for data in _records(path.read_bytes())]
     logged = [
