@@ -46,14 +46,6 @@ def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
     return sum(map(_read_version, tensors))
 
 
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the count that :func:`version_of` returns.
-
-    Public: none; a wrong count makes autograd miss a write to a saved tensor. 2.11 to 2.13.
-    """
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
 def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context after which the tensors' versions are what they were before.
 

@@ -202,8 +202,8 @@ def _describe(weight: LinearWeight) -> str:
 def _version_of(weight: LinearWeight) -> int | None:
     """Return how often the weight was written; None in a graph, which has its own count.
 
-    Whatever changes a weight writes its codes, so the table needs no look. Where they are gathered
-    anew, by a unit or by torch's FSDP2, the count is put back: the bytes are the same.
+    Whatever changes a weight writes its codes, so the table needs no look. A unit gathers them
+    through another tensor, and torch's FSDP2 puts the count back: the bytes are the same.
     """
     if is_tracing():
         return None

@@ -32,7 +32,11 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("default")]
 
 def with_adapters(base: PreTrainedModel) -> peft.PeftModel:
     """Return a model with LoRA adapters, whose second factors are not zero."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    return _adapted(base, target_modules="all-linear")
+
+
+def _adapted(base: PreTrainedModel, **targets: object) -> peft.PeftModel:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **targets)
     torch.manual_seed(1)
     model = peft.get_peft_model(base, config)
     for key, parameter in model.named_parameters():
@@ -74,6 +78,17 @@ def test_adapters_train_as_in_one_process(
 ) -> None:
     """Gradients and adapters are equal, frozen weights stay; PEFT reads what it saved."""
     ranks(2).run(_train, name, strategy, tmp_path)
+
+
+def _train_experts() -> None:
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    reference = _adapted(build("qwen3-moe"), target_modules=[], target_parameters=experts)
+    train_beside(reference, fully_shard_model(copy.deepcopy(reference)))
+
+
+def test_adapters_of_experts_train_as_in_one_process(ranks: Ranks) -> None:
+    """PEFT adds them to bare parameters, which it writes for as long as a forward takes."""
+    ranks(2).run(_train_experts)
 
 
 def _train_over_bf16() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_sequence
 
 import megafsdp
@@ -633,6 +634,51 @@ def _forward_without_backward() -> None:
 def test_an_optimizer_built_after_a_forward_without_backward_holds_the_model(ranks: Ranks) -> None:
     """Parameters are listed sharded between forward and backward."""
     ranks(2).run(_forward_without_backward)
+
+
+class _Written(nn.Module):
+    """One unit, in whose forward one weight is written after others were saved for backward."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.write = write
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.embedding = nn.Embedding(10, 8, max_norm=1.0 if write == "max_norm" else None)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a loss of two tokens."""
+        x = self.first(self.first.weight[:2]).tanh() @ self.first.weight
+        if self.write == "in place":
+            with torch.no_grad():
+                self.last.weight.clamp_(-0.1, 0.1)
+        elif self.write == "parametrization":
+            # As PEFT does around a layer whose parameters it adapts; torch assigns their data.
+            parametrize.register_parametrization(self.last, "weight", nn.Tanh())
+        x = self.last(x)
+        if self.write == "parametrization":
+            parametrize.remove_parametrizations(self.last, "weight", leave_parametrized=False)
+        return (x + self.embedding(tokens)).square().mean()
+
+
+def _written_in_forward(strategy: str, write: str) -> None:
+    reference = _Written(write)
+    net = fully_shard(copy.deepcopy(reference), strategy=strategy)
+    tokens = torch.arange(2 * dist.get_world_size()).view(-1, 2) % 10
+    for row in tokens:
+        (reference(row) / len(tokens)).backward()
+    net(_own(tokens)).backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("write", ["in place", "parametrization", "max_norm"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+def test_a_weight_may_be_written_in_forward(
+    ranks: Ranks, strategy: str, write: str, num_ranks: int
+) -> None:
+    """Autograd counts writes of each parameter by itself, as it does in plain torch."""
+    ranks(num_ranks).run(_written_in_forward, strategy, write)
 
 
 def _submodule_loaded(strategy: str) -> None:

@@ -156,9 +156,9 @@ _TABLE = {
             "        self._is_outdated",
         ),
         (
-            "self._gather = pending, source, own, version",
+            "self._gather = pending, source, own",
             ("engine", "ZeRO-1", "COMPUTE_FIRST"),
-            "self._gather = pending, source, own, version; source.release_input()",
+            "self._gather = pending, source, own; source.release_input()",
         ),
         (
             "with self._on_copy_stream():",

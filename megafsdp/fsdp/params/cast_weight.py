@@ -96,9 +96,13 @@ class CastWeight(GatheredWeight):
         )
         self._before_move: tuple[DBuffer, GatherSource] | None = None
 
-    def assemble(self, index: int, shape: torch.Size, name: str) -> torch.Tensor:
-        """Return tensor ``index`` in full: a view of the full buffer."""
-        return self._full.tensor(index).view(shape)
+    def assemble(
+        self, index: int, shape: torch.Size, name: str, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Return tensor ``index`` in full: of the full buffer, or ``rows`` where they are that."""
+        # A write to a main weight that forward has read counts as one to what autograd has saved.
+        own = rows if self._full is self._main else self._full.tensor(index).data
+        return own.view(shape)
 
     def mark_stale(self) -> None:
         """Note that the main weight changed: the next unshard refreshes, once."""

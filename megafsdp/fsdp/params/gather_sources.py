@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
-from megafsdp.device.torch_private import preserving_versions
 
 # Fills a buffer that lies like the main weight from the main weight.
 Encode: TypeAlias = Callable[[DBuffer], None]
@@ -234,7 +233,6 @@ class CastOnGather(TransientBuffer):
         if self._is_filled:
             # Read where it lies: a copy into the output would cost what the step has saved.
             return super().input(full)
-        # The writes count as the gather's, which restores the version of its output.
         copy_pieces(self._main.pieces(), full.parts(self._main.shard))
         return full
 
@@ -326,8 +324,7 @@ class SliceSource(GatherSource):
 def cast_main_weight(main_weight: DBuffer, target: DBuffer) -> None:
     """Fill a buffer that lies like the main weight with its cast; local."""
     # One copy of the whole: gaps are cast along, and read by no tensor.
-    with versions_preserved(target):
-        copy_pieces([main_weight.flat], [target.flat])
+    copy_pieces([main_weight.flat], [target.flat])
 
 
 @torch.no_grad()
@@ -335,12 +332,3 @@ def copy_pieces(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     """Copy 1-D tensors, each with a cast to its target's dtype."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def versions_preserved(buffer: DBuffer) -> AbstractContextManager[None]:
-    """Return a context in which autograd does not count writes to a buffer.
-
-    Autograd takes a tensor that it saved in forward for modified if its version has changed. A
-    replicated group's buffer is encoded in place between the microbatches of such graphs.
-    """
-    return preserving_versions(buffer.flat)

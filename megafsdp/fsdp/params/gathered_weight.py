@@ -28,7 +28,6 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
-from megafsdp.device.torch_private import set_version, version_of
 from megafsdp.fsdp.params.gather_sources import GatherSource, OuterJoin, SliceSource
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Quantization
@@ -144,19 +143,25 @@ class GatheredWeight:
         self._on_copy_stream = on_copy_stream
         # Whether the full buffer was not gathered since the last refresh.
         self._is_outdated = True
-        # The gather under way, what it reads, and the version of its output before it.
-        self._gather: tuple[Pending, GatherSource, DBuffer, int] | None = None
+        # The gather under way, and what it reads.
+        self._gather: tuple[Pending, GatherSource, DBuffer] | None = None
         self._slice: SliceSource | None = None
 
-    def assemble(self, index: int, shape: torch.Size, name: str) -> torch.Tensor:
+    def assemble(
+        self, index: int, shape: torch.Size, name: str, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Return tensor ``index`` in full, as forward reads it; aliases the full buffer.
 
-        Called once a parameter: the buffer is refilled in place.
+        Called once a parameter: the buffer is refilled in place. The result has a count of writes
+        of its own, by which autograd finds that a tensor which it saved has changed. Views of the
+        buffer would share one: a write to a parameter would count as one to all parameters, and so
+        would a gather, which brings the same bytes.
 
         Args:
             index: The tensor.
             shape: Its shape.
             name: Its name, for messages.
+            rows: This rank's rows of it in the main weight, 1-D.
         """
         raise NotImplementedError
 
@@ -232,8 +237,6 @@ class GatheredWeight:
         self._source.finish_refresh()
         self._is_outdated = False
         full.storage.allocate()
-        # Read before the gather, which writes from other threads or streams.
-        version = version_of(full.flat)
         if self._slice is not None:
             source, group = self._slice, self._slice.group
             # Its last use; the gather keeps what it reads alive.
@@ -243,19 +246,16 @@ class GatheredWeight:
         with self._on_copy_stream():
             pending = gather_buffers([full], [own], group=group, label=self.label)
         # This reference keeps the input alive until the gather has read it.
-        self._gather = pending, source, own, version
+        self._gather = pending, source, own
 
     def finish_unshard(self) -> None:
         """Wait for the gather; afterwards the full buffer may be read."""
         if self._gather is None:
             return
-        pending, source, _, version = self._gather
+        pending, source, _ = self._gather
         pending.wait()
         source.release_input()
         self._gather = None
-        # An asynchronous gather bumps the version counter when it completes, and tensors that
-        # autograd saved in forward would be taken for modified; their bytes are the same.
-        set_version(self._full.flat, version)
 
     def release(self) -> None:
         """Free the full buffer, unless it is persistent."""

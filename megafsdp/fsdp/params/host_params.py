@@ -21,7 +21,6 @@ from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.device.memory import Category, FlatStorage
 from megafsdp.device.streams import DeviceHandle
-from megafsdp.fsdp.params.gather_sources import versions_preserved
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 
 
@@ -87,7 +86,7 @@ class HostWeight:
             target: The buffer, which lies like the main weight.
         """
         source = self._main.flat
-        with torch.no_grad(), versions_preserved(target):
+        with torch.no_grad():
             if self._cast is not None:
                 source = self._cast.tensor
                 if not self._is_current:

@@ -228,9 +228,9 @@ class ParameterGroup:
             for p in parameters
             for owner, attribute in p.living_owners()
         ]
-        # Writes through a parameter or its .data bump its own version, loads the local tensor's.
-        # Local tensors are views of one buffer, hence have one version.
-        self._written = [local_tensors[0], *(p.sharded for p in parameters)]
+        # Writes through a parameter or its .data bump its own version, loads the local tensor's,
+        # those of local_parameters() the buffer's.
+        self._written = [self.main_weight.flat, *local_tensors, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         # Making the unsharded parameters took memory; it is not needed until the first gather.
@@ -379,7 +379,7 @@ class ParameterGroup:
     def _make_parameters(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
         parameter.dtype = original.dtype
-        local = self.main_weight.tensor(index)
+        local = self.main_weight.tensor(index).data
         # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
@@ -404,7 +404,7 @@ class ParameterGroup:
         # A view of memory that comes and goes. The object stays: autograd may save it in forward
         # and read it in backward, from the storage that was gathered anew.
         shape = torch.Size(parameter.spec.shape)
-        full = self.compute_weight.assemble(index, shape, parameter.name)
+        full = self.compute_weight.assemble(index, shape, parameter.name, local)
         parameter.sharded = sharded
         face = parameter.model.face(full)
         parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)

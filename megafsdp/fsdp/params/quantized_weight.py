@@ -21,12 +21,10 @@ import torch
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
-from megafsdp.device.torch_private import preserving_versions
 from megafsdp.fsdp.params.gather_sources import (
     GatherSource,
     PersistentSource,
     TemporarySource,
-    versions_preserved,
 )
 from megafsdp.fsdp.params.gathered_weight import GatheredWeight, WeightBuffers, joined
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
@@ -124,9 +122,7 @@ class WeightScales:
             maxima = [state.weight_maximum() for state in self.states]
         if is_stale:
             self._maxima = maxima
-            # Tables are read by graphs of earlier microbatches, as a replicated group's codes are.
-            with preserving_versions(self._storage.tensor):
-                self._format.fill_tables(self._shapes, maxima, self.tables)
+            self._format.fill_tables(self._shapes, maxima, self.tables)
 
     def forget_maxima(self) -> None:
         """Drop the maxima: what they were for is encoded."""
@@ -135,13 +131,12 @@ class WeightScales:
     def encode(self, target: DBuffer) -> None:
         """Fill a buffer of codes that lies like the main weight."""
         assert self._maxima, "maxima are combined before weights are encoded"
-        with versions_preserved(target):
-            self._format.encode(
-                [self._fragments[i] for i in self._owned],
-                [self._maxima[i] for i in self._owned],
-                [target.tensor(i) for i in self._owned],
-                through=self._through,
-            )
+        self._format.encode(
+            [self._fragments[i] for i in self._owned],
+            [self._maxima[i] for i in self._owned],
+            [target.tensor(i) for i in self._owned],
+            through=self._through,
+        )
 
     def _split(self, combined: torch.Tensor) -> list[torch.Tensor]:
         """Return the maxima of each weight, and what was recorded, perhaps nothing."""
@@ -238,12 +233,14 @@ class QuantizedWeight(GatheredWeight):
             self.refresh()
             self.scales.forget_maxima()
 
-    def assemble(self, index: int, shape: torch.Size, name: str) -> torch.Tensor:
+    def assemble(
+        self, index: int, shape: torch.Size, name: str, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Return tensor ``index``: its codes and its table, which are refilled in place."""
         states = self.scales.states
         return QuantizedTensor(
-            self._full.tensor(index),
-            self.scales.tables[index],
+            self._full.tensor(index).data,
+            self.scales.tables[index].data,
             recipe=self._quantization.recipe,
             shape=shape,
             dtype=self._dtype,
