@@ -25,8 +25,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from megafsdp.device.autograd import check_no_second_backward
 from megafsdp.models.linear_attention_kernels import rule_kernel_for
 
 # Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU; and from which width of heads on a
@@ -77,7 +78,7 @@ def chunked_gated_delta_rule(
     beta_BTN: Tensor,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Attend by the gated delta rule, in chunks of the sequence.
+    """Attend by the gated delta rule, in chunks of the sequence; differentiable once.
 
     Args:
         q_BTGD: As for :func:`gated_delta_rule`, and so are the others.
@@ -199,13 +200,20 @@ class _Unit(torch.autograd.Function):
         return unit
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        _check_once()
         unit, inverse = ctx.saved_tensors  # type: ignore[attr-defined]
         factor: float = ctx.factor  # type: ignore[attr-defined]
         # Less what lies along the vector.
         along = _dot(grad, unit) * (inverse / factor)
         return torch.addcmul(grad * (inverse * factor), unit, along, value=-1), None
+
+
+def _check_once() -> None:
+    check_no_second_backward(
+        where="backward of the gated delta rule by chunks",
+        hint="Use recurrent_gated_delta_rule(), which is differentiable any number of times",
+    )
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -249,10 +257,10 @@ class _Recurrence(torch.autograd.Function):
         return written_JBGPCE, states_JBGPDE
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: FunctionCtx, written_grad_JBGPCE: Tensor, state_grad_JBGPDE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _check_once()
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         erased, to_end, kept, written, states = (x.flatten(1, 3) for x in saved)
         own_grad = written_grad_JBGPCE.flatten(1, 3).clone()

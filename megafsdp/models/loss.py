@@ -23,8 +23,9 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from megafsdp.device.autograd import check_no_second_backward
 from megafsdp.errors import expected
 from megafsdp.parallel import cross_entropy
 
@@ -44,6 +45,8 @@ def masked_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Average the negative log-likelihood of the labels over the unmasked tokens.
+
+    Differentiable once: a backward with ``create_graph=True`` raises ``NotImplementedError``.
 
     Args:
         logits_BTV: Scores, any floating dtype.
@@ -136,8 +139,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return torch.dot(losses_N, weights_N)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
+        check_no_second_backward(
+            where="backward of the cross entropy",
+            hint="Take torch.nn.functional.cross_entropy() of the logits",
+        )
         (grads_NV,) = ctx.saved_tensors  # type: ignore[attr-defined]
         ctx.kernels.scale_in_place(grads_NV, grad_loss)  # type: ignore[attr-defined]
         # A second backward through this graph would scale again: autograd refuses it by the count.

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megafsdp.buffer.comm.activation import exchange_rows, start_exchange
+from megafsdp.device.autograd import check_no_second_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def dispatch(
 def combine(rows_RH: Tensor, dispatched: Dispatched) -> Tensor:
     """Return the weighted sum of each token's rows, ``(N, H)``; collective over ep.
 
-    The sum of a rank's rows travels in their dtype.
+    The sum of a rank's rows travels in their dtype. Differentiable once.
 
     Args:
         rows_RH: What the experts made of the dispatched rows, in their order.
@@ -294,8 +295,11 @@ class _Combine(torch.autograd.Function):
         return _from_ranks(sums_VH, plan.exchange, "tokens from experts")
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, Tensor, None]:
+        check_no_second_backward(
+            where="backward of a layer of experts",
+            hint="Leave layers of experts out of what is differentiated twice",
+        )
         plan: DispatchPlan = ctx.plan  # type: ignore[attr-defined]
         rows_RH, weight_R = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_VH = grad_NH

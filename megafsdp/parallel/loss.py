@@ -14,9 +14,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from megafsdp.buffer.comm.collectives import all_reduce
+from megafsdp.device.autograd import check_no_second_backward
 
 # One fp32 block of 512 MiB, ten a step of 8k tokens over 150k words: some twenty kernels a block
 # are then nothing beside their bytes. On a CPU 2 MiB, which stay in its caches.
@@ -31,6 +32,8 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum the rows' weighted negative log-likelihoods; collective over ``group``.
+
+    Differentiable once: a backward with ``create_graph=True`` raises ``NotImplementedError``.
 
     Args:
         logits_NV: Scores, any floating dtype: all columns, or rank r's V columns from r * V on.
@@ -72,8 +75,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         return torch.dot(losses_N, weights_N)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        check_no_second_backward(
+            where="backward of the cross entropy",
+            hint="Take torch.nn.functional.cross_entropy() of the logits",
+        )
         logits_NV, columns_N, is_own_N, weights_N, log_sums_N = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_logits_NV = torch.empty_like(logits_NV)
         scales_N = weights_N * grad_loss

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from megafsdp.buffer.comm.activation import (
     gather_dim,
@@ -34,17 +34,16 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class _Paired(torch.autograd.Function):
-    """An exchange whose gradient is another."""
+    """An exchange whose gradient is another, of which it is the gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-        ctx.exchange_gradient = backward  # type: ignore[attr-defined]
+        ctx.swapped = backward, forward  # type: ignore[attr-defined]
         return forward(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange_gradient(grad), None, None  # type: ignore[attr-defined]
+        return _Paired.apply(grad, *ctx.swapped), None, None  # type: ignore[attr-defined]
 
 
 def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafsdp.device.autograd import check_no_second_backward
 from megafsdp.device.torch_private import is_tracing, refuse_graphs, version_of, without_dynamo
 from megafsdp.errors import expected
 from megafsdp.quantize.delayed import GRAD, INPUT, DelayedState
@@ -173,24 +174,10 @@ class _Quantized(torch.autograd.Function):
 
 
 def _check_once(weight: LinearWeight) -> None:
-    """Raise where gradients are to have a graph, which would end here without a word.
-
-    torch's ``once_differentiable`` looks for one in what enters backward, not in what it reads.
-
-    Raises:
-        NotImplementedError: Backward runs with ``create_graph=True``.
-    """
-    # A graph of torch.compile refuses a second differentiation itself, and traces with either mode.
-    if torch.is_grad_enabled() and not is_tracing():
-        raise NotImplementedError(
-            expected(
-                "a backward without create_graph",
-                "one with it",
-                where=f"backward of a linear on {_describe(weight)}",
-                hint="Quantized linears are differentiable once: name the layer in "
-                "keep_unquantized",
-            )
-        )
+    check_no_second_backward(
+        where=f"backward of a linear on {_describe(weight)}",
+        hint="Quantized linears are differentiable once: name the layer in keep_unquantized",
+    )
 
 
 def _describe(weight: LinearWeight) -> str:

@@ -119,6 +119,19 @@ def test_equal_keys_do_not_lose_digits() -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("index", range(5), ids=_NAMES)
+def test_gradients_of_gradients_are_refused_by_chunks(index: int) -> None:
+    """Of whichever input; the recurrence has them, as its message says."""
+    inputs = _inputs(20)
+    out = _run(chunked_gated_delta_rule, inputs)
+    with pytest.raises(NotImplementedError, match=r"Use recurrent_gated_delta_rule\(\)"):
+        torch.autograd.grad(out.sum(), inputs[index], create_graph=True)
+    out = _run(recurrent_gated_delta_rule, inputs)
+    (grad,) = torch.autograd.grad(out.sum(), inputs[index], create_graph=True)
+    (again,) = torch.autograd.grad(grad.square().sum(), inputs[0])
+    assert again.any()
+
+
 def test_memory_beside_the_inputs_is_not_read() -> None:
     """Inputs are views of larger tensors, whose other tokens, heads and elements are NaN."""
     inputs = _inputs(21)

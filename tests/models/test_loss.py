@@ -42,6 +42,13 @@ def test_loss_and_gradient_equal_cross_entropy(
     assert torch.all(gradient[mask == 0] == 0)
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    """Softmax is not linear: without its graph they would be too small, or zero."""
+    logits, labels, mask = _problem()
+    with pytest.raises(NotImplementedError, match=r"torch.nn.functional.cross_entropy\(\)"):
+        torch.autograd.grad(masked_cross_entropy(logits, labels, mask), logits, create_graph=True)
+
+
 def test_no_mask_counts_every_token() -> None:
     """Without a mask the loss is the plain mean."""
     logits, labels, _ = _problem()

@@ -98,6 +98,14 @@ def test_logits_that_an_operator_has_saved_are_not_overwritten_unseen() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+def test_gradients_of_gradients_are_refused() -> None:
+    """The gradient is written in forward, without a graph."""
+    logits, labels, mask = _problem()
+    with pytest.raises(NotImplementedError, match=r"torch.nn.functional.cross_entropy\(\)"):
+        torch.autograd.grad(masked_cross_entropy(logits, labels, mask), logits, create_graph=True)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_an_evaluation_writes_no_gradient() -> None:
     """Without autograd the logits stay, also where they may be overwritten."""
     leaf, labels, mask = _problem()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,6 +88,15 @@ def _exchanges() -> None:
     assert torch.equal(tokens_of(heads, group), own)
     (tokens_of(heads * weights[0].chunk(size, -1)[rank], group) * own.detach()).sum().backward()
     close(own.grad, own_part(weights[0] * whole.detach(), group, dim=1))
+
+    def twice(x: Tensor, enter: Callable[..., Tensor], leave: Callable[..., Tensor]) -> Tensor:
+        y = leave(enter(x).cumsum(1)).sin().sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    exchanges = [functools.partial(f, group=group) for f in (heads_of, tokens_of)]
+    wanted = twice(whole, torch.clone, torch.clone)
+    close(twice(own, *exchanges), own_part(wanted, group, dim=1))
 
     share = torch.full((), float(rank), dtype=torch.float64, requires_grad=True)
     total = sum_over_cp(share, group)

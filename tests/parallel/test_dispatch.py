@@ -287,3 +287,13 @@ def test_a_second_run_gives_the_same_bits() -> None:
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Sums of weighted rows are not linear in both, and their graph would end here."""
+    x, weights, _ = _inputs(torch.tensor([[0, 3], [5, 1]]))
+    weights.requires_grad_()
+    dispatched = dispatch(x, torch.tensor([[0, 3], [5, 1]]), weights, _NUM_EXPERTS, None)
+    out = combine(dispatched.rows_RH, dispatched)
+    with pytest.raises(NotImplementedError, match="Leave layers of experts out"):
+        torch.autograd.grad(out.sum(), weights, create_graph=True)

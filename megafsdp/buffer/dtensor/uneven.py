@@ -487,7 +487,12 @@ class _LocalRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> UnevenDTensor:
-        """Wrap the gradient of the rows."""
+        """Wrap the gradient of the rows.
+
+        Raises:
+            NotImplementedError: The gradient has a graph, which would end here without a word.
+        """
+        _check_no_graph(grads[0], "to_local()")
         return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
 
 
@@ -507,17 +512,21 @@ class _Whole(torch.autograd.Function):
         Raises:
             NotImplementedError: The gradient has a graph, which would end here without a word.
         """
-        if grads[0].requires_grad:
-            raise NotImplementedError(
-                expected(
-                    "a backward without create_graph",
-                    "one with it",
-                    where="full_tensor() of an unevenly sharded parameter",
-                    hint="Add losses of whole parameters in a backward of their own",
-                )
-            )
+        _check_no_graph(grads[0], "full_tensor()")
         rows = ctx.layout.rows_of(grads[0]).to(ctx.device)
         return UnevenDTensor.wrap(rows, ctx.spec, ctx.layout)
+
+
+def _check_no_graph(grad: torch.Tensor, name: str) -> None:
+    if grad.requires_grad:
+        raise NotImplementedError(
+            expected(
+                "a backward without create_graph",
+                "one with it",
+                where=f"{name} of an unevenly sharded parameter",
+                hint="Add losses of parameters in a backward of their own",
+            )
+        )
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
