@@ -80,6 +80,7 @@ def async_save(
     Raises:
         CheckpointError: The step is published already, a save is in flight (``"raise"``), or an
             earlier background save has failed; raised on all ranks.
+        TypeError: Several optimizers are given.
         ValueError: An argument is out of range, where rank 0's is too. What other ranks alone have
             wrong is raised by ``result()``.
     """

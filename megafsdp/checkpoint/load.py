@@ -181,6 +181,7 @@ def load(
     Raises:
         CheckpointError: Nothing to load, damaged, or not of this model; raised on all ranks, before
             any of them touched its model.
+        TypeError: Several optimizers are given.
         ValueError: The arguments contradict each other.
     """
     patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)

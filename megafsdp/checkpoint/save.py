@@ -47,7 +47,7 @@ from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk
-from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.plain_values import plain, whole_number
 from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.format.regions import ReplicaBalance, local_regions, local_view
@@ -97,6 +97,9 @@ class TrainingState:
         lr_scheduler: Has a state dict of plain values.
         loss_scaler: Likewise.
         extra: Plain values of the caller, for a save.
+
+    Raises:
+        TypeError: Several optimizers are given.
     """
 
     model: nn.Module | None
@@ -104,6 +107,19 @@ class TrainingState:
     lr_scheduler: HasState | None
     loss_scaler: HasState | None
     extra: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail later without a cure."""
+        if isinstance(self.optimizer, list | tuple):
+            raise TypeError(
+                expected(
+                    "one optimizer",
+                    f"a {type(self.optimizer).__name__} of {len(self.optimizer)}",
+                    where="optimizer= of checkpoint.save(), async_save() or load()",
+                    hint="Build one optimizer of several parameter groups, or save and load the "
+                    "model with each optimizer in a directory of its own",
+                )
+            )
 
     def stateful(self) -> dict[str, HasState]:
         """Return the objects with a state dict by the section in which it is stored."""
@@ -207,6 +223,7 @@ def save(
         CheckpointError: Any rank could not write, or has another step or directory than rank 0, or
             a number out of range; raised on all ranks. What was published before stays. Or a
             background save has failed, and no call has raised that yet.
+        TypeError: Several optimizers are given.
         ValueError: The step or a retention number is out of range, where rank 0's is too.
     """
     SAVES.raise_failure()
@@ -238,7 +255,8 @@ def begin_save(
         ValueError: The step or a retention number is out of range, where rank 0's is too.
     """
     # A rank with wrong arguments goes on: the others wait in the first collective.
-    root, refusal = attempt(lambda: _root_of(directory, step, retention))
+    checked, refusal = attempt(lambda: _checked(directory, step, retention))
+    root, step = checked or (None, step)
     rank, _ = rank_and_world_size()
     if given.model is not None:
         roll_histories(given.model)
@@ -306,14 +324,16 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.set_threshold(threshold, *others)
 
 
-def _root_of(directory: str | os.PathLike[str], step: int, retention: Retention) -> Location:
-    """Return the absolute save root of this rank's arguments, after a check of them all."""
+def _checked(
+    directory: str | os.PathLike[str], step: int, retention: Retention
+) -> tuple[Location, int]:
+    """Return the absolute save root and the step of this rank's arguments, after a check of all."""
     for name, value, least in (
         ("step", step, 0),
         ("keep_last", retention.keep_last, 1),
         ("keep_every", retention.keep_every, 1),
     ):
-        if value is not None and (not isinstance(value, int) or value < least):
+        if value is not None and whole_number(value, least) is None:
             raise ValueError(
                 expected(
                     f"{name} to be a whole number of at least {least}",
@@ -323,7 +343,7 @@ def _root_of(directory: str | os.PathLike[str], step: int, retention: Retention)
                 )
             )
     # The rest of a save may come after a change of the working directory.
-    return location_of(directory).absolute()
+    return location_of(directory).absolute(), int(step)
 
 
 def _prepare(root: Location | None, step: int, refusal: Exception | None) -> Draft:

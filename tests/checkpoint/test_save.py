@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -474,6 +475,36 @@ def test_bad_numbers_are_refused(tmp_path: Path, options: dict[str, int]) -> Non
     """Steps and retention counts are whole and not negative."""
     with pytest.raises(ValueError, match="whole number"):
         save(tmp_path, model=nn.Linear(1, 1), **options)
+
+
+@pytest.mark.parametrize("one", [True, np.int64(1), torch.tensor(1)])
+def test_integers_of_other_types_are_numbers(tmp_path: Path, one: Any) -> None:
+    """A step names a directory, which has the name of an integer of Python."""
+    model = nn.Linear(1, 1)
+    save(tmp_path, step=0, model=model)
+    assert save(tmp_path, step=one, model=model, keep_last=one).name == "iter_0000001"
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+    assert latest_step(tmp_path) == 1
+    load(tmp_path, model=model, step=one)
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    """By every call, before it writes; and what the message advises works."""
+    model, other = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    both, others = ([torch.optim.Adam(part.parameters()) for part in m] for m in (model, other))
+    for call in (save, load, async_save):
+        step = {} if call is load else {"step": 1}
+        with pytest.raises(TypeError, match=r"got a list of 2\..*a directory of its own"):
+            call(tmp_path, model=model, optimizer=both, **step)
+    assert list(tmp_path.iterdir()) == []
+    model(torch.ones(2, 2)).sum().backward()
+    for index, (optimizer, empty) in enumerate(zip(both, others, strict=True)):
+        optimizer.step()
+        save(tmp_path / f"{index}", step=1, model=model, optimizer=optimizer)
+        load(tmp_path / f"{index}", model=other, optimizer=empty)
+        for name in ("weight", "bias"):
+            wanted = optimizer.state[getattr(model[index], name)]["exp_avg"]
+            assert torch.equal(empty.state[getattr(other[index], name)]["exp_avg"], wanted)
 
 
 def test_the_latest_step_is_not_overwritten(tmp_path: Path) -> None:

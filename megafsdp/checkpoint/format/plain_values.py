@@ -6,6 +6,7 @@ it is stored, with its place.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -17,6 +18,18 @@ from megafsdp.errors import CheckpointError
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # torch.load(weights_only=True) has no opcode of pickle for integers above 255 bytes.
 _MAX_BITS = 255 * 8 - 1
+
+
+def whole_number(value: object, least: int) -> int | None:
+    """Return an integer of any type, such as numpy's, as Python's; None unless ``least`` or more.
+
+    What becomes a file's name would else be spelt as its own type spells it, ``True`` for one.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return number if number >= least else None
 
 
 def plain(where: str, value: object) -> object:

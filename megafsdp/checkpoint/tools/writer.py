@@ -15,7 +15,7 @@ import torch
 
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, dtype_name, joining
-from megafsdp.checkpoint.format.plain_values import plain
+from megafsdp.checkpoint.format.plain_values import plain, whole_number
 from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.checkpoint.format.records import RecordWriter
 from megafsdp.checkpoint.state.merge import common_facts, library_versions
@@ -48,17 +48,17 @@ class CheckpointWriter:
         self, directory: str | os.PathLike[str], step: int, *, world_size: int = 0
     ) -> None:
         self._root = location_of(directory)
-        if not isinstance(step, int) or step < 0:
+        if (number := whole_number(step, least=0)) is None:
             raise CheckpointError.expected(
                 "a step of at least 0",
                 repr(step),
                 where=f"'{self._root}'",
                 hint="Give the step that the checkpoint is to be published as",
             )
-        self._manifest = Manifest(step, world_size, library_versions(), {}, {}, {}, {})
+        self._manifest = Manifest(number, world_size, library_versions(), {}, {}, {}, {})
         self._is_published = False
         self._saves = saves_to(self._root)
-        self._draft = self._saves.prepare(step)
+        self._draft = self._saves.prepare(number)
         self._records = RecordWriter(self._draft.folder, 0, suffix=self._draft.suffix)
 
     def __enter__(self) -> CheckpointWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -112,6 +113,13 @@ def test_what_is_no_step_is_refused(tmp_path: Path, step: object) -> None:
     with pytest.raises(CheckpointError, match=f"at least 0, got {step}"):
         CheckpointWriter(tmp_path / "new", step=step)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_may_be_numpys(tmp_path: Path) -> None:
+    """It is published as an integer of Python."""
+    with CheckpointWriter(tmp_path, step=np.int64(3)) as writer:
+        writer.publish()
+    assert latest_step(tmp_path) == 3
 
 
 def test_a_file_is_no_save_root(tmp_path: Path) -> None:
