@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from megafsdp.checkpoint.format.save_root import require_ahead
 from megafsdp.checkpoint.huggingface.import_ import match_stored
-from megafsdp.checkpoint.huggingface.mapping import Entry, full_names
+from megafsdp.checkpoint.huggingface.mapping import Entry, built_names
 from megafsdp.checkpoint.huggingface.output import (
     CONFIG_FILE,
     DEFAULT_SHARD_NBYTES,
@@ -173,8 +173,8 @@ def import_hf_checkpoint(
         directory: The save root, a path or the URL of a store.
         step: The step that the checkpoint is published as.
         padded_vocab_size: Rows of our embedding; None makes as many as there are.
-        keeps_names: Store the tensors as they are, for a model of transformers; otherwise they are
-            mapped to one of ``megafsdp.models``.
+        keeps_names: Store the tensors as they are, for a model of transformers that has them under
+            these names; otherwise they are mapped to one of ``megafsdp.models``.
         dtype: Of floating-point tensors in the checkpoint, which is the model's main weights';
             None keeps that of the files.
         show_progress: Draw a bar, on a terminal.
@@ -190,8 +190,8 @@ def import_hf_checkpoint(
     fields = _read_fields(path)
     files = SafetensorsReader(path)
     if keeps_names:
-        known = full_names(files.names, str(fields.get("model_type")))
-        shapes = {name: files.shape(stored) for name, stored in known.items()}
+        known = built_names(files.names, str(fields.get("model_type")))
+        shapes = {name: files.shape(name) for name in known}
         template, tied, plan = None, {}, plan_model(shapes, {}, fields)
     else:
         config = config_from_hugging_face(fields, padded_vocab_size=padded_vocab_size)

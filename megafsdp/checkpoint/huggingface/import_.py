@@ -22,6 +22,7 @@ from megafsdp.checkpoint.huggingface.mapping import (
     Entry,
     expect_names,
     full_names,
+    is_mapped,
     unbuilt_names,
 )
 from megafsdp.checkpoint.huggingface.plan import (
@@ -40,6 +41,11 @@ from megafsdp.fsdp.full_params import device_below
 from megafsdp.fsdp.params.meta import give_memory_to_meta_tensors
 from megafsdp.fsdp.quantized_model import requantize_
 
+_HINT_FOR_THEIRS = (
+    "Check the class of the model and its sizes. If transformers stores it in another form than it "
+    "has in memory, as it does Mixtral, GPT-NeoX and ViT, shard what from_pretrained() returns, or "
+    "give its state_dict() to megafsdp.load_full_state_dict() on all ranks"
+)
 # Tied tensors are compared in pieces of about this size.
 _PIECE_NUMEL = 1 << 22
 
@@ -57,7 +63,7 @@ def import_hf(
     files; layers that predict further tokens are left out with a warning. A model on the meta
     device gets its memory here. Optimizers are left alone: make them afterwards. Models of
     transformers go by their names in memory: one that it stores in another form, as it does some
-    mixtures of experts, cannot be filled from its files.
+    mixtures of experts, cannot be filled from its files; the error says what can be done.
 
     Args:
         model: One of ``megafsdp.models``, or a model of transformers; sharded or not.
@@ -168,7 +174,9 @@ def match_stored(
     """
     wanted = {name for entry in plan.entries for name in entry.theirs}
     stored = full_names(reader.names, plan.model_type, wanted - plan.tied.keys())
-    expect_names(stored, wanted, optional=set(plan.tied), where="the Hugging Face files")
+    hint = None if is_mapped(entry.ours for entry in plan.entries) else _HINT_FOR_THEIRS
+    tied, where = set(plan.tied), "the Hugging Face files"
+    expect_names(stored, wanted, optional=tied, where=where, hint=hint)
     if unbuilt := unbuilt_names(reader.names, plan.model_type):
         _LOGGER.warning("left out, as transformers does: %s", listed(unbuilt))
     odd = [

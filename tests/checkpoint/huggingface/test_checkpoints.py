@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel
 
 from megafsdp import checkpoint, full_state_dict
 from megafsdp.checkpoint.tools.reader import CheckpointReader
@@ -163,6 +164,20 @@ def test_a_model_of_transformers_goes_by_its_own_names(
     )
     assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
     assert_loads(tmp_path / "exported", family, True)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_names_without_a_prefix_are_kept_for_the_model_that_has_them(
+    family: str, tmp_path: Path
+) -> None:
+    """A model without its head is stored so; it is a part of the model with one."""
+    origin = their_model(family).base_model
+    origin.save_pretrained(tmp_path / "pretrained")
+    checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root", keeps_names=True)
+    whole = type(their_model(family))(their_config(family))
+    for model in (AutoModel.from_config(their_config(family)), whole.base_model):
+        checkpoint.load(tmp_path / "root", model=model)
+        _assert_same_state(model, origin)
 
 
 @pytest.mark.parametrize("family", DENSE + MIXTURES)

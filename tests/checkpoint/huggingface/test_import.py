@@ -12,9 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megafsdp import MixedPrecisionPolicy, checkpoint, full_state_dict, materialize
+from megafsdp import (
+    MixedPrecisionPolicy,
+    checkpoint,
+    full_state_dict,
+    load_full_state_dict,
+    materialize,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
@@ -310,6 +316,22 @@ def test_the_output_layer_of_a_tied_model_may_be_stored(tmp_path: Path) -> None:
     model = build_model(our_config("qwen3", True), seed=7)
     checkpoint.import_hf(model, tmp_path)
     _assert_same_state(model, our_model("qwen3", True))
+
+
+def _load_another_form(source: str) -> None:
+    model = sharded(type(their_model("qwen3_moe"))(their_config("qwen3_moe")))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*megafsdp.load_full_state_dict\(\)"):
+        checkpoint.import_hf(model, source)
+    loaded = AutoModelForCausalLM.from_pretrained(source)
+    load_full_state_dict(model, loaded.state_dict())
+    _assert_same_state(model, their_model("qwen3_moe"))
+    _assert_same_state(sharded(loaded), their_model("qwen3_moe"))
+
+
+def test_models_that_are_stored_in_another_form_have_a_cure(ranks: Ranks, tmp_path: Path) -> None:
+    """Experts are one stack in memory alone; either advice of the message works."""
+    their_model("qwen3_moe").save_pretrained(tmp_path)
+    ranks(2).run(_load_another_form, str(tmp_path))
 
 
 def _truncate(directory: Path) -> None:
