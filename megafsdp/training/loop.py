@@ -289,7 +289,7 @@ class _Run:
         if not self._is_complete:
             require_writable(self.config)
         num_parameters = sum(p.numel() for p in self.targets.model.parameters())
-        self.report.start(num_parameters, state, self.last_step)
+        self.report.start(num_parameters, self.last_step)
         if self._is_evaluation_due and not self._is_complete:
             self._evaluate()
         while not (self._is_complete or self.stop.is_agreed):

@@ -54,19 +54,20 @@ class Report:
         self._is_output_lost = False
         error = None
         if world.is_first:
-            self._trackers, error = attempt(lambda: self._open(state))
+            self._trackers, error = attempt(self._open)
         raise_together(error)
         if self._trackers is not None:
             state.wandb_id = self._trackers.wandb_id
             # Pauses between jobs are left out.
             self._started_s -= self._trackers.elapsed_s
 
-    def _open(self, state: RunState) -> Trackers:
+    def _open(self) -> Trackers:
         folder = self._config.run_directory
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / CONFIG_FILE, to_yaml(self._config))
-            return Trackers(self._config, last_step=state.step, wandb_id=state.wandb_id)
+            step, wandb_id = self._state.step, self._state.wandb_id
+            return Trackers(self._config, last_step=step, wandb_id=wandb_id)
         except OSError as error:
             if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
                 raise  # Of a tracker's service.
@@ -92,7 +93,7 @@ class Report:
                 self._is_output_lost = True
                 _LOGGER.warning("lines are lost: %s: %s", type(error).__name__, error)
 
-    def start(self, num_parameters: int, state: RunState, last_step: int) -> None:
+    def start(self, num_parameters: int, last_step: int) -> None:
         """Print what is about to run."""
         config, world, parallel = self._config, self._world, self._config.parallel
         num_idle = num_idle_parameters(config.model.resolve())
@@ -110,11 +111,11 @@ class Report:
             f" compute in {config.precision.param_dtype}; global batch"
             f" {config.train.global_batch_size} x {config.data.sequence_length} tokens"
         )
-        if state.step:
-            self.print_line(f"resumed from step {state.step} of {last_step}")
+        if self._state.step:
+            self.print_line(f"resumed from step {self._state.step} of {last_step}")
         self._log_event(
             Event.STARTED,
-            state.step,
+            self._state.step,
             num_steps=last_step,
             num_ranks=world.size,
             ranks_a_machine=world.local_size,

@@ -238,13 +238,11 @@ def require_writable(config: Config) -> None:
                 (folder / name).write_bytes(b"0")
                 folder.remove([name])
         except OSError as error:
-            raise CheckpointError(
-                expected(
-                    "a folder that checkpoints can be written to",
-                    f"{type(error).__name__}: {error}",
-                    where=f"checkpoint.directory, '{folder}'",
-                    hint="Make it a folder that this user may write to, or name another",
-                )
+            raise CheckpointError.expected(
+                "a folder that checkpoints can be written to",
+                f"{type(error).__name__}: {error}",
+                where=f"checkpoint.directory, '{folder}'",
+                hint="Make it a folder that this user may write to, or name another",
             ) from error
         return True
 

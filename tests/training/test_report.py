@@ -87,7 +87,7 @@ def test_first_line_says_how_ranks_share_the_model(
     config = tiny(tmp_path, model=model, parallel=degrees)
     meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=8)
     report = Report(config, World(0, 8, 0, 8, CPU), meter=meter, state=RunState())
-    report.start(99_000, RunState(), 6)
+    report.start(99_000, 6)
     report.close()
     assert f"{said}_grads_params" in capsys.readouterr().out
 

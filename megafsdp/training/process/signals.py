@@ -46,7 +46,7 @@ class StopRequest:
         return self._is_agreed
 
     def request(self, *unused: object) -> None:
-        """Ask for the end of the run."""
+        """Ask for the end of the run; a handler of signals."""
         self._is_requested = True
 
     def record_agreement(self, num_requests: float) -> None:
@@ -67,15 +67,12 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        before = {number: signal.signal(number, self.request) for number in _SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.request()
 
 
 @contextlib.contextmanager

@@ -125,15 +125,14 @@ class LearningRate:
         self._optimizer = optimizer
         self._follows_checkpoint = follows_checkpoint
 
-    def set_for(self, num_samples: int) -> float:
-        """Set and return the rate of the step that completes ``num_samples`` samples.
+    def set_for(self, num_samples: int) -> None:
+        """Set the rate of the step that completes ``num_samples`` samples.
 
         Steps that were skipped do not count, as in Megatron-LM: the schedule waits for them.
         """
         self.rate = self.schedule.at(num_samples)
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate * group.get(LR_MULTIPLIER, 1.0)
-        return self.rate
 
     def state_dict(self) -> dict[str, object]:
         """Return the schedule as plain values."""

@@ -83,6 +83,9 @@ class WeightUpdate:
         clip_norm: Largest norm of all gradients; None does not clip.
         scaler: Scales the loss; None for none.
 
+    Attributes:
+        skips_on_device: Whether a step is queued before the host knows that it may be taken.
+
     Raises:
         ValueError: A FusedAdam clips otherwise, or lacks a trainable parameter.
     """
@@ -99,7 +102,7 @@ class WeightUpdate:
         self._optimizer = optimizer
         self._max_norm = math.inf if clip_norm is None else clip_norm
         self._scaler = scaler
-        self._skips_on_device = isinstance(optimizer, FusedAdam) and optimizer.skips_on_device
+        self.skips_on_device = isinstance(optimizer, FusedAdam) and optimizer.skips_on_device
         if isinstance(optimizer, FusedAdam):
             _check_clipping(optimizer, model, self._max_norm)
         self._has_routers = any(isinstance(module, Router) for module in model.modules())
@@ -120,11 +123,6 @@ class WeightUpdate:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss that backward starts from; local."""
         return loss if self._scaler is None else self._scaler.scale(loss)
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Return whether a step is queued before the host knows that it may be taken."""
-        return self._skips_on_device
 
     def unscale(self) -> None:
         """Take the loss scale off the gradients, unless the optimizer's step does.
@@ -186,7 +184,7 @@ class WeightUpdate:
 
     def settle(self, *, is_finite: bool) -> None:
         """Take over what the host has learnt of the step; before the next loss is scaled."""
-        if not is_finite and self._skips_on_device:
+        if not is_finite and self.skips_on_device:
             assert isinstance(self._optimizer, FusedAdam), "it has queued a step"
             self._optimizer.take_back_step()
         if self._scaler is not None:

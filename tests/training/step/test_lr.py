@@ -104,19 +104,21 @@ def test_rate_is_set_in_every_group() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=9.0)
     rate = LearningRate(optimizer, _schedule("wsd"), follows_checkpoint=False)
-    assert rate.set_for(20) == PEAK / 2
+    rate.set_for(20)
+    assert rate.rate == PEAK / 2
     assert [group["lr"] for group in optimizer.param_groups] == [PEAK / 2] * 2
 
 
 def test_rate_of_a_group_is_times_its_multiplier() -> None:
-    """At every sample, so in warm-up and decay too; what is returned and logged is the rate."""
+    """At every sample, so in warm-up and decay too; what is logged is the rate."""
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
     factors = [{"lr_multiplier": 0.5}, {"lr_multiplier": 0.0}, {}]
     groups = [{"params": [p]} | extra for p, extra in zip(parameters, factors, strict=True)]
     optimizer = torch.optim.SGD(groups, lr=9.0)
     rate = LearningRate(optimizer, _schedule("wsd"), follows_checkpoint=False)
     for num_samples, wanted in ((20, PEAK / 2), (100, PEAK), (200, LOW)):
-        assert rate.set_for(num_samples) == wanted
+        rate.set_for(num_samples)
+        assert rate.rate == wanted
         assert [group["lr"] for group in optimizer.param_groups] == [wanted / 2, 0.0, wanted]
 
 
