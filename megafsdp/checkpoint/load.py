@@ -42,6 +42,7 @@ from megafsdp.checkpoint.format.regions import (
 from megafsdp.checkpoint.format.rng import restore_rng_state
 from megafsdp.checkpoint.save import HasState, TrainingState
 from megafsdp.checkpoint.state.canonical import (
+    GROUPS_KEY,
     CanonicalState,
     HasCanonicalState,
     canonical_weights,
@@ -54,7 +55,6 @@ from megafsdp.checkpoint.state.histories import HistoryLoad
 from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
 from megafsdp.checkpoint.state.merge import model_degrees
 from megafsdp.checkpoint.state.optimizer_load import (
-    GROUPS_KEY,
     OptimizerLoad,
     plan_optimizer_load,
     plan_param_groups,

@@ -22,7 +22,7 @@ from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import on_rank_zero
 from megafsdp.checkpoint.format.manifest import TRACKER_FILE
 from megafsdp.checkpoint.format.save_root import temporary_name
-from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
+from megafsdp.checkpoint.state.canonical import GROUPS_KEY
 from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.data.blend import shares_of

@@ -289,7 +289,7 @@ def write_dcp_metadata(
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
-    stored = {key: manifest.tensors[key] for key in manifest.tensors}
+    stored = dict(manifest.tensors)
     stored |= {key: manifest.tensors[target] for key, target in manifest.aliases.items()}
     for key, fused in manifest.fused_into.items():
         # Of a manifest that lacks a part, which verifying one must survive, no whole is described.

@@ -89,7 +89,7 @@ class RecordWriter:
         return self.append_object(on_cpu)
 
     def append_object(self, value: object) -> Record:
-        """Append a structure of plain values, as ``state_dict.plain`` makes it."""
+        """Append a structure of plain values, as ``plain_values.plain`` makes it."""
         start = self._begin()
         archive = io.BytesIO()
         torch.save(value, archive)

@@ -27,6 +27,7 @@ from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
 from megafsdp.optimizer.states.quantized import main_weight_of
 
+GROUPS_KEY = "optimizer.param_groups"
 EXTRA_STATE = "_extra_state"
 # Which parameters a group has; checkpoints name them by their canonical names.
 GROUP_MEMBERS = frozenset({"params", "param_names"})
@@ -105,12 +106,10 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     }
 
 
-def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the first key and the module of each module that defines ``get_extra_state``."""
-    return _extra_states(model, are_all_names=False)
-
-
-def _extra_states(model: nn.Module, *, are_all_names: bool) -> Iterator[tuple[str, nn.Module]]:
+def modules_with_extra_state(
+    model: nn.Module, *, are_all_names: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the first key, or each, and the module of modules that define ``get_extra_state``."""
     for fqn, module in _unwrapped(model).named_modules(remove_duplicate=not are_all_names):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield ".".join(filter(None, ("model", canonical_name(fqn), EXTRA_STATE))), module
@@ -119,7 +118,7 @@ def _extra_states(model: nn.Module, *, are_all_names: bool) -> Iterator[tuple[st
 def _plain_extra_states(model: nn.Module) -> dict[str, object]:
     values: dict[nn.Module, object] = {}
     by_key = {}
-    for key, module in _extra_states(model, are_all_names=True):
+    for key, module in modules_with_extra_state(model, are_all_names=True):
         if module not in values:
             values[module] = plain(key, module.get_extra_state())
         by_key[key] = values[module]
@@ -206,13 +205,9 @@ def optimizer_state(
                         )
                 else:
                     state.objects.update(dict.fromkeys(keys, plain(keys[0], value)))
-    state.objects["optimizer.param_groups"] = [
+    state.objects[GROUPS_KEY] = [
         {MEMBER_NAMES: member_names}
-        | {
-            k: plain("optimizer.param_groups", v)
-            for k, v in group.items()
-            if k not in GROUP_MEMBERS
-        }
+        | {k: plain(GROUPS_KEY, v) for k, v in group.items() if k not in GROUP_MEMBERS}
         for member_names, group in _groups_of_all_ranks(optimizer, names)
     ]
     return state

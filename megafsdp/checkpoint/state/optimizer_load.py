@@ -22,6 +22,7 @@ from megafsdp.checkpoint.format.regions import Stored, underlying
 from megafsdp.checkpoint.state.canonical import (
     EXECUTION_FLAGS,
     GROUP_MEMBERS,
+    GROUPS_KEY,
     MEMBER_NAMES,
     HasCanonicalState,
     member_names,
@@ -33,7 +34,6 @@ from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.checkpoint.state.matching import Rules
 from megafsdp.errors import MAX_NAMED, CheckpointError, expected
 
-GROUPS_KEY = "optimizer.param_groups"
 # Where they are 0-d, scalars even beside a 0-d parameter; torch keeps the first two on the CPU.
 _CPU_SCALARS = frozenset({"step", "mu_product"})
 _SCALARS = _CPU_SCALARS | {"eta", "mu"}
@@ -276,7 +276,7 @@ def plan_param_groups(
     # Groups without parameters have the same names: they are taken in their order.
     stored_by_names: dict[frozenset[str], deque[dict]] = defaultdict(deque)
     for group in stored_groups:
-        stored_by_names[frozenset(group["names"])].append(group)
+        stored_by_names[frozenset(group[MEMBER_NAMES])].append(group)
     current = named_groups(load.optimizer, names)
     if len(current) != len(stored_groups):
         complain(f"{len(stored_groups)} groups as stored", f"{len(current)}", len(current) - 1)
@@ -325,7 +325,7 @@ def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
     """Say how a group differs from the stored group that it has most in common with."""
     own = set(group_names)
     nearest = max(
-        (set(g["names"]) for g in stored_groups), key=lambda s: len(s & own), default=set()
+        (set(g[MEMBER_NAMES]) for g in stored_groups), key=lambda s: len(s & own), default=set()
     )
     added, lacking = sorted(own - nearest), sorted(nearest - own)
     return (

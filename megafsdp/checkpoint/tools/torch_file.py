@@ -22,12 +22,12 @@ from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import path_of, section_of
 from megafsdp.checkpoint.state.canonical import (
     EXTRA_STATE,
+    GROUPS_KEY,
     MEMBER_NAMES,
     reserved_option,
     state_key,
 )
 from megafsdp.checkpoint.state.merge import common_facts
-from megafsdp.checkpoint.state.optimizer_load import GROUPS_KEY
 from megafsdp.checkpoint.storage.locations import Location, local_path
 from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
