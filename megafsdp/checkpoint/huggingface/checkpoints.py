@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from megafsdp.checkpoint.format.save_root import require_ahead
 from megafsdp.checkpoint.huggingface.import_ import match_stored
-from megafsdp.checkpoint.huggingface.mapping import Entry, built_names
+from megafsdp.checkpoint.huggingface.mapping import Entry, full_names
 from megafsdp.checkpoint.huggingface.output import (
     CONFIG_FILE,
     DEFAULT_SHARD_NBYTES,
@@ -173,8 +174,8 @@ def import_hf_checkpoint(
         directory: The save root, a path or the URL of a store.
         step: The step that the checkpoint is published as.
         padded_vocab_size: Rows of our embedding; None makes as many as there are.
-        keeps_names: Store the tensors as they are, for a model of transformers that has them under
-            these names; otherwise they are mapped to one of ``megafsdp.models``.
+        keeps_names: Store the tensors as they are, for a model of transformers, of the class that
+            ``config.json`` names; otherwise they are mapped to one of ``megafsdp.models``.
         dtype: Of floating-point tensors in the checkpoint, which is the model's main weights';
             None keeps that of the files.
         show_progress: Draw a bar, on a terminal.
@@ -190,8 +191,10 @@ def import_hf_checkpoint(
     fields = _read_fields(path)
     files = SafetensorsReader(path)
     if keeps_names:
-        known = built_names(files.names, str(fields.get("model_type")))
-        shapes = {name: files.shape(name) for name in known}
+        known = full_names(files.names, str(fields.get("model_type")))
+        if _has_no_head(fields):
+            known = {stored: stored for stored in known.values()}
+        shapes = {name: files.shape(stored) for name, stored in known.items()}
         template, tied, plan = None, {}, plan_model(shapes, {}, fields)
     else:
         config = config_from_hugging_face(fields, padded_vocab_size=padded_vocab_size)
@@ -216,6 +219,12 @@ def import_hf_checkpoint(
         final = writer.publish()
     names = tuple(name for name in file_names(final) if name.endswith(".distcp"))
     return Conversion(str(final), plan.model_type, len(plan.entries), nbytes, names)
+
+
+def _has_no_head(fields: Mapping[str, Any]) -> bool:
+    """Return whether files are of a class such as ``Qwen3Model``, whose names have no prefix."""
+    named = fields.get("architectures") or []
+    return bool(named) and not any("For" in name or "Head" in name for name in named)
 
 
 def _read_fields(path: Path) -> dict[str, object]:

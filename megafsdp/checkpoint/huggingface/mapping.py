@@ -411,22 +411,16 @@ def full_names(
     Names of a type without a table are full already. So are those of which any has the prefix of
     the model within, and those that are all ``wanted``, as of that model alone.
     """
-    prefix = _FAMILIES.get(model_type, _Family("", (), ())).prefix
-    kept = built_names(names, model_type)
-    is_full = any(name.startswith(prefix) for name in kept)
-    if is_full or (wanted and set(wanted) <= set(kept)):
-        return {name: name for name in kept}
-    return {name if name == _THEIR_OUTPUT else prefix + name: name for name in kept}
-
-
-def built_names(names: Iterable[str], model_type: str) -> list[str]:
-    """Return stored Hugging Face names, as they are, without those that no model has."""
     family = _FAMILIES.get(model_type, _Family("", (), ()))
-    return [
+    kept = [
         name
         for name in names
         if not name.endswith(family.ignored) and not name.startswith(family.unbuilt)
     ]
+    is_full = any(name.startswith(family.prefix) for name in kept)
+    if is_full or (wanted and set(wanted) <= set(kept)):
+        return {name: name for name in kept}
+    return {name if name == _THEIR_OUTPUT else family.prefix + name: name for name in kept}
 
 
 def unbuilt_names(names: Iterable[str], model_type: str) -> list[str]:
