@@ -35,6 +35,7 @@ from tests.fsdp.toy import (
     assert_same_parameters,
     batches,
     mine,
+    options_of_strategies,
     pair,
     shard,
 )
@@ -63,6 +64,43 @@ def _round_trip(strategy: str) -> None:
 def test_a_full_state_dict_round_trips_bitwise(ranks: Ranks, strategy: str) -> None:
     """Names and values are the unsharded model's, and loading refreshes kept storage."""
     ranks(3).run(_round_trip, strategy)
+
+
+class _Scaled(nn.Linear):
+    """A layer with a scale of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.scale = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scaled product."""
+        return super().forward(x) * self.scale
+
+
+def _copies_from_full(options: dict[str, object]) -> None:
+    wanted, net = _Scaled(), fully_shard(_Scaled(), **options)
+    x = torch.randn(2, 5)
+    net(x)  # May keep storage, which must not be used stale.
+    for sharded, full in zip(net.parameters(), wanted.parameters(), strict=True):
+        assert not torch.equal(full_tensor(sharded), full)
+        with record_collectives() as record:
+            sharded.copy_from_full_(full)
+        assert not record.calls
+        assert torch.equal(full_tensor(sharded), full) and sharded.grad_fn is None
+    assert torch.equal(net(x), wanted(x))
+    with pytest.raises(ValueError, match=r"shape \(\), got shape \(1,\).*copy_from_full_"):
+        net.scale.copy_from_full_(torch.ones(1))
+
+
+def _copies_from_full_in_every_strategy() -> None:
+    for options in options_of_strategies():
+        _copies_from_full(options)
+
+
+def test_every_parameter_copies_from_a_full_tensor(ranks: Ranks) -> None:
+    """Sharded or replicated, one without a dimension too; the next forward computes with it."""
+    ranks(2).run(_copies_from_full_in_every_strategy)
 
 
 def _in_inference_mode(strategy: str) -> None:

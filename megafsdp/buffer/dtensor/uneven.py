@@ -94,6 +94,16 @@ class ReplicatedParameter(DTensor, metaclass=YieldingClass):
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
 
+    def copy_from_full_(self, full: torch.Tensor) -> None:
+        """Copy a plain tensor of the same shape, which must be equal on all ranks; local.
+
+        Raises:
+            ValueError: ``full`` has another shape.
+        """
+        _check_whole(self, full)
+        with torch.no_grad():
+            write_rows(self, full)
+
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy the tensor and the gradient, out of the flat buffer."""
         return _deep_copy(self, wrap_like(self, self._local_tensor.clone()), memo)
@@ -111,6 +121,18 @@ def _deep_copy(tensor: DTensor, rows: torch.Tensor, memo: dict[int, object]) -> 
     if tensor.is_leaf and tensor.grad is not None:
         copied.grad = copy.deepcopy(tensor.grad, memo)
     return copied
+
+
+def _check_whole(tensor: DTensor, full: torch.Tensor) -> None:
+    if full.shape != tensor.shape:
+        raise ValueError(
+            expected(
+                f"a full tensor of shape {tuple(tensor.shape)}",
+                f"shape {tuple(full.shape)}",
+                where=f"{type(tensor).__name__}.copy_from_full_()",
+                hint="Give the whole tensor, not a shard",
+            )
+        )
 
 
 def _drawing_as_one_process(name: str) -> Callable[..., torch.Tensor]:
@@ -320,15 +342,7 @@ class UnevenDTensor(RowShardedDTensor):
         Raises:
             ValueError: ``full`` has another shape.
         """
-        if tuple(full.shape) != self._uneven_layout.shape:
-            raise ValueError(
-                expected(
-                    f"a full tensor of shape {self._uneven_layout.shape}",
-                    f"shape {tuple(full.shape)}",
-                    where="UnevenDTensor.copy_from_full_()",
-                    hint="Give the whole tensor, not a shard",
-                )
-            )
+        _check_whole(self, full)
         # By region, not by flat range: a tensor-parallel part is no contiguous range of the whole.
         everything = whole(self._uneven_layout.shape)
         with torch.no_grad():
