@@ -27,6 +27,7 @@ from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.operands import (
+    check_fused_sgd,
     count_writes,
     leaves_of,
     map_operands,
@@ -206,7 +207,7 @@ def _run_by_rule(
     if name in _RULES:
         return _RULES[name](func, name, args, kwargs)
     if name == _FUSED_SGD:
-        _check_fused_sgd(args)
+        check_fused_sgd(args)
     # The same decision on every rank: it depends on names and layouts, never on local tensors.
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
     if not (is_pointwise or is_list or name in _LIKE):
@@ -227,13 +228,25 @@ def _reduce(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a reduction through DTensor, which combines it over ranks at once."""
-    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
-    if name == "equal":
-        _check_operands(func, args)
     args, kwargs = map_operands(_as_plain_dtensor, args, kwargs)
     result = func(*args, **kwargs)
     count_writes(func, args, kwargs)
     return result
+
+
+def _equal(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Compare two tensors as if both were whole; collective where their shapes are equal."""
+    first, second = args
+    if first.shape != second.shape:
+        return False
+    cuts = [isinstance(a, RowShardedDTensor) and (a.device_mesh, a._uneven_layout) for a in args]
+    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
+    if cuts[0] == cuts[1]:
+        return bool(_reduce(func, name, args, kwargs))
+    with torch.no_grad():
+        return torch.equal(*(a.full_tensor() if isinstance(a, DTensor) else a for a in args))
 
 
 def _unscale(
@@ -333,6 +346,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
+    "equal": _equal,
     **dict.fromkeys(_ALIASES, _alias),
     _UNSCALE: _unscale,
     "select": _select_row,
@@ -364,7 +378,7 @@ def rule_function(
     with without_torch_function():
         is_reduction = is_statistic or name in _REDUCTIONS or name == _UNSCALE
         if is_reduction or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
-            is_traced = torch.is_grad_enabled() and name != "detach" and not name.endswith("_like")
+            is_traced = torch.is_grad_enabled() and not name.endswith(("detach", "equal", "_like"))
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
                 # Autograd makes plain DTensors here, to which torch gives cuts of its own.
                 refuse(f"{name} within autograd", args, kwargs)
@@ -529,20 +543,6 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
                     f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
                     where=f"{func}",
                     hint=cure_of("operands of a forward" if is_forward else "operands"),
-                )
-            )
-
-
-def _check_fused_sgd(args: tuple[Any, ...]) -> None:
-    """Refuse narrow dtypes on a CPU, of which torch's kernel steps the tail only."""
-    for weight in args[0]:
-        if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
-            raise NotImplementedError(
-                expected(
-                    "torch.float32 or torch.float64 main weights on a CPU",
-                    weight.dtype,
-                    where=f"torch.optim.SGD(fused=True), a tensor of shape {tuple(weight.shape)}",
-                    hint="Give SGD fused=False: torch's fused kernel does not step these weights",
                 )
             )
 

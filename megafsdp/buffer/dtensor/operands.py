@@ -1,4 +1,8 @@
-"""The operands of an operator: found, changed one by one, and counted where they are written."""
+"""The operands of an operator: found, changed one by one, and counted where they are written.
+
+What an operator of torch does not step in full is refused here; what it may do with cuts is decided
+in op_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.device.torch_private import OpOverload, schema_of
+from megafsdp.errors import expected
 from megafsdp.mesh.torch_private import local_of
 
 
@@ -69,3 +74,17 @@ def count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[
     counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)
+
+
+def check_fused_sgd(args: tuple[Any, ...]) -> None:
+    """Refuse narrow dtypes on a CPU, of which torch's kernel steps the tail only."""
+    for weight in args[0]:
+        if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
+            raise NotImplementedError(
+                expected(
+                    "torch.float32 or torch.float64 main weights on a CPU",
+                    weight.dtype,
+                    where=f"torch.optim.SGD(fused=True), a tensor of shape {tuple(weight.shape)}",
+                    hint="Give SGD fused=False: torch's fused kernel does not step these weights",
+                )
+            )

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.dtensor.emulation import torch_2_11
@@ -117,8 +118,6 @@ MIXED: dict[str, Operation] = {
     "where": lambda a, other, full: torch.where(a > 0, a, full),
     "foreach": lambda a, other, full: torch._foreach_add([a, a], [a, other]),
     "foreach full": lambda a, other, full: torch._foreach_copy_([a], [full]),
-    "equal": lambda a, other, full: torch.equal(a, other),
-    "equal full": lambda a, other, full: torch.equal(a, full),
 }
 
 
@@ -239,6 +238,30 @@ def test_operands_cut_differently_are_refused(ranks: Ranks, is_bypassed: bool) -
     for raised in ranks(3).run(_mixtures, is_bypassed):
         for name, message in raised.items():
             assert message.startswith("ValueError: Expected operands cut like the first"), name
+
+
+def _comparisons(is_bypassed: bool) -> None:
+    mesh, full = whole_mesh(), random(10, 4)
+    changed = full.clone()
+    changed[-1, -1] += 1
+    one, other = (torch.nn.Parameter(cut(full, mesh, **cuts)) for cuts in CUTS)
+    replicated = DTensor.from_local(full, mesh, [Replicate()])
+    torch_cut = distribute_tensor(full, mesh, [Shard(0)])
+    with _path(is_bypassed):
+        for same in (one.detach(), other, full, replicated, torch_cut):
+            assert torch.equal(one, same) and torch.equal(same, one)
+        for differs in (*(cut(changed, mesh, **cuts) for cuts in CUTS), changed):
+            assert not torch.equal(one, differs) and not torch.equal(differs, one)
+        with record_collectives() as record:
+            for shaped in (full[:8], full[0], full.flatten(), cut(full[:8], mesh)):
+                assert not torch.equal(one, shaped) and not torch.equal(shaped, one)
+        assert not record.calls
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_equality_is_that_of_the_whole_tensors(ranks: Ranks, is_bypassed: bool) -> None:
+    """Whatever cuts them; those of different shapes are compared on each rank alone."""
+    ranks(3).run(_comparisons, is_bypassed)
 
 
 def _scaled_by_own_norm(is_bypassed: bool) -> None:
