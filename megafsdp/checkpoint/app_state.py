@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import listed
+from megafsdp.optimizer.states.beginning import make_states
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 _EXTRA_STATE = "_extra_state"
@@ -48,8 +49,11 @@ class AppState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return what is stored, which aliases the live tensors; collective, as torch's getter is.
 
-        Before a load this makes the optimizer's states, which torch's reader fills in place.
+        This makes the states that the optimizer lacks, all of a new one and those of parameters
+        without a gradient so far: torch's reader fills states in place, and asks for all of them.
         """
+        if self.optimizer is not None:
+            _make_states(self.optimizer)
         optimizers = () if self.optimizer is None else (self.optimizer,)
         model_state, optimizer_state = get_state_dict(self.model, optimizers)
         states = cast(dict[str, Any], optimizer_state.get(_STATES, {}))
@@ -73,6 +77,15 @@ class AppState(Stateful):
             optim_state_dict=state_dict["optimizer"],
             options=StateDictOptions(strict=False),
         )
+
+
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        make_states(optimizer)
+    except NotImplementedError as error:
+        # Those of a new one torch makes, by a step over zeros.
+        if optimizer.state:
+            _LOGGER.warning("AppState has states of some parameters alone. %s", error)
 
 
 def _is_empty(value: object) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -127,3 +129,89 @@ def test_model_and_optimizer_come_back_bitwise(
     # Fewer rows than ranks that divide them leave a rank without any.
     left_out = [any("empty optimizer states" in r for r in records) for _, records in by_rank]
     assert any(left_out) is (shape[0] > 1)
+
+
+class _Branches(nn.Module):
+    """Two layers, of which a forward takes the second only if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *, takes_both: bool) -> Tensor:
+        """Return a number."""
+        y = self.first(x)
+        return (self.second(y) if takes_both else y).square().sum()
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "FusedAdam": megafsdp.FusedAdam,
+    "Muon": megafsdp.Muon,
+    "on the host": partial(megafsdp.HybridDeviceOptimizer, offload_fraction=0.5),
+}
+
+
+def _trained(
+    engine: str, optimizer: str, takes_both: Sequence[bool], seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = _ENGINES[engine](_Branches())
+    made = _OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
+    _go_on(model, made, takes_both)
+    return model, made
+
+
+def _go_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, takes_both: Sequence[bool]
+) -> list[Tensor]:
+    """Train, and return all parameters."""
+    for index, each in enumerate(takes_both):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index))
+        model(x, takes_both=each).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [_local(p) for p in model.parameters()]
+
+
+def _resumes(folder: str, engine: str, optimizer: str) -> None:
+    nothing, first_alone, both = [], [False, False], [False, True]
+    cases = [(first_alone, nothing), (first_alone, both), (both, first_alone)]
+    for index, (saved, found) in enumerate(cases):
+        place, train = f"{folder}/{index}", partial(_trained, engine, optimizer)
+        wanted = _go_on(*train(saved, seed=0), [True] * 3)
+        source, target = train(saved, seed=0), train(found, seed=1)
+        dcp.save({"app": AppState(*source)}, checkpoint_id=place)
+        dcp.load({"app": AppState(*target)}, checkpoint_id=place)
+        for resumed in (source, target):
+            got = _go_on(*resumed, [True] * 3)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer"), [("torch", "AdamW"), *(("megafsdp", name) for name in _OPTIMIZERS)]
+)
+def test_states_of_some_parameters_alone_come_back(
+    ranks: Ranks, tmp_path: Path, engine: str, optimizer: str
+) -> None:
+    """Saved or found by the load; others begin anew. A save changes no later step."""
+    ranks(2).run(_resumes, str(tmp_path), engine, optimizer)
+
+
+def test_states_that_are_not_known_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As torch leaves them out; it makes all of a new optimizer."""
+    model = _Branches()
+    optimizer = torch.optim.ASGD(model.parameters())
+    _go_on(model, optimizer, [False])
+    assert set(AppState(model, optimizer).state_dict()["optimizer"]["state"]) == {
+        "first.weight",
+        "first.bias",
+    }
+    assert "states of some parameters alone" in caplog.text and "ASGD" in caplog.text
+    caplog.clear()
+    optimizer = torch.optim.ASGD(model.parameters())
+    assert len(AppState(model, optimizer).state_dict()["optimizer"]["state"]) == 4
+    assert not caplog.text

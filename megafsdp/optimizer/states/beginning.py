@@ -38,13 +38,20 @@ class MakesStates(Protocol):
 def make_states(optimizer: Optimizer) -> None:
     """Give an optimizer the states with which its first step begins; local.
 
-    The steps after it have the bits that they have without. Nothing happens where there are
-    states. Beside them there exist at most two tensors like one parameter.
+    The steps after it have the bits that they have without. States that are there stay, as of the
+    other parameters where some never had a gradient. Beside them there exist at most two tensors
+    like one parameter.
 
     Raises:
         NotImplementedError: How its states begin is not known.
     """
-    if optimizer.state:
+    missing = [
+        (group, p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and not optimizer.state.get(p)
+    ]
+    if not missing:
         return
     if isinstance(optimizer, MakesStates):
         optimizer.make_states()
@@ -63,14 +70,11 @@ def make_states(optimizer: Optimizer) -> None:
                 "megafsdp.checkpoint.load()",
             )
         )
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            stand_in = torch.zeros_like(parameter, requires_grad=False)
-            stand_in.grad = torch.zeros_like(stand_in)
-            stepped = kind([{**group, "params": [stand_in]}])
-            stepped.step()
-            for name, value in stepped.state[stand_in].items():
-                # Counts are at 1, and some moments at eps.
-                optimizer.state[parameter][name] = value.fill_(beginning.get(name, 0.0))
+    for group, parameter in missing:
+        stand_in = torch.zeros_like(parameter, requires_grad=False)
+        stand_in.grad = torch.zeros_like(stand_in)
+        stepped = kind([{**group, "params": [stand_in]}])
+        stepped.step()
+        for name, value in stepped.state[stand_in].items():
+            # Counts are at 1, and some moments at eps.
+            optimizer.state[parameter][name] = value.fill_(beginning.get(name, 0.0))
