@@ -127,3 +127,14 @@ def _refuse_merge() -> None:
 def test_merging_sharded_adapters_is_refused(ranks: Ranks) -> None:
     """The product of two factors of which each rank has some rows; merge what PEFT has read."""
     ranks(2).run(_refuse_merge)
+
+
+def _refuse_late_adapters() -> None:
+    model = with_adapters(fully_shard_model(build("qwen3")))
+    with pytest.raises(RuntimeError, match=r"lora_A.*registered after.*get_peft_model\(\), before"):
+        model(**own_rows(global_batch(0)))
+
+
+def test_adapters_that_are_added_to_a_sharded_model_are_refused(ranks: Ranks) -> None:
+    """No unit would reduce their gradients; the first forward says to add them before."""
+    ranks(2).run(_refuse_late_adapters)

@@ -1,4 +1,4 @@
-"""Parameters that were assigned, tied or removed after fully_shard: the next forward names them."""
+"""Parameters that were assigned, tied, removed or added after fully_shard: a forward names them."""
 
 from __future__ import annotations
 
@@ -207,3 +207,77 @@ def _called_with_others() -> None:
 def test_functional_call_with_other_values_is_refused(ranks: Ranks) -> None:
     """It would be called with the own ones."""
     ranks(2).run(_called_with_others)
+
+
+class Adapter(nn.Module):
+    """What PEFT puts in the place of a layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.first = nn.Linear(layer.in_features, 2, bias=False)
+        self.second = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output with the adapter's."""
+        y: torch.Tensor = self.layer(x) + self.second(self.first(x))
+        return y
+
+
+def _register(net: Net) -> None:
+    net.blocks[1].up.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def _adapt(net: Net) -> None:
+    net.blocks[0].up = Adapter(net.blocks[0].up)
+
+
+def _append(net: Net) -> None:
+    net.blocks.append(nn.Linear(WIDTH, WIDTH))
+
+
+ADDITIONS: dict[Callable[[Net], None], tuple[str, ...]] = {
+    _register: ("'blocks.1.up.extra'",),
+    _adapt: ("'blocks.0.up.first.weight', 'blocks.0.up.second.weight'",),
+    _append: ("'blocks.2.weight', 'blocks.2.bias'",),
+}
+
+
+def _added_in_every_strategy() -> None:
+    batch = mine(batches(1)[0])
+    for options in options_of_strategies():
+        for add, words in ADDITIONS.items():
+            net = shard(Net(2), **options)
+            # A unit that ran alone is known; the root's first forward looks at all.
+            net.blocks[1](torch.randn(2, WIDTH))
+            add(net)
+            _refused(
+                (*words, "registered after fully_shard()", "before fully_shard()"), net, *batch
+            )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_first_forward_names_parameters_that_no_unit_has(ranks: Ranks, num_ranks: int) -> None:
+    """Registered, in an adapter or a new module; on all ranks, before any collective."""
+    ranks(num_ranks).run(_added_in_every_strategy)
+
+
+def _allowed_additions() -> None:
+    net = Net(2)
+    net.blocks[0].up = Adapter(net.blocks[0].up)
+    ignored = [net.blocks[0].up.first.weight]
+    for block in net.blocks:
+        fully_shard(block, ignored_params=iter(ignored))
+    # The root's unit takes what was added before it, and a unit of its own what comes later.
+    net.norm.extra = nn.Parameter(torch.zeros(3))
+    fully_shard(net, ignored_params=ignored)
+    fully_shard(net.blocks.append(nn.Linear(WIDTH, WIDTH))[-1])
+    net.blocks[1].frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    # A load with assign=True replaces ignored parameters.
+    net.blocks[0].up.first.weight = nn.Parameter(ignored[0].detach().clone())
+    net(*mine(batches(1)[0])).backward()
+
+
+def test_ignored_and_frozen_parameters_and_later_units_are_let_be(ranks: Ranks) -> None:
+    """Ignored ones by their place, whoever ignores them."""
+    ranks(2).run(_allowed_additions)

@@ -1,9 +1,9 @@
 """What the modules and parameters of a unit refuse, and which writes to main weights they note.
 
-They refuse conversions and copies, other parameters in their place, gradient hooks that would never
-fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong time. They note
-what a state dict or a load writes into main weights: after it compute weights are stale, and the
-parameters are initialised.
+They refuse conversions and copies, other parameters in their place or beside them, gradient hooks
+that would never fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong
+time. They note what a state dict or a load writes into main weights: after it compute weights are
+stale, and the parameters are initialised.
 
 :class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
 functions here. The plain modules below them stay of their class: each with sharded parameters
@@ -35,9 +35,12 @@ from megafsdp.fsdp.params.meta import (
     give_memory_as,
     give_memory_to_meta_tensors,
     mark_initialized,
+    quote,
 )
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.mesh.torch_private import StridedShard, local_of
+
+_IGNORED_ATTRIBUTE = "_megafsdp_ignored"
 
 
 def refuse_changes(
@@ -220,6 +223,51 @@ def _refuse_replaced(
             hint=cure_of(change),
         )
     )
+
+
+def note_ignored(modules: Iterable[nn.Module]) -> None:
+    """Note where a unit leaves parameters alone, which :func:`refuse_added` does too; local."""
+    # By place: a load or to_empty() may put another parameter there.
+    for module in (m for root in modules for m in root.modules()):
+        named = module._parameters.items()
+        names = [name for name, p in named if p is not None and group_of(p) is None]
+        if names:
+            setattr(module, _IGNORED_ATTRIBUTE, names)
+
+
+def refuse_added(
+    modules: Iterable[nn.Module], groups: Iterable[ParameterGroup], *, where: str
+) -> None:
+    """Raise if modules have a trainable parameter that was registered after ``fully_shard``; local.
+
+    Args:
+        modules: Those of the root, at rest.
+        groups: The groups of all units below them.
+        where: What would compute with it.
+
+    Raises:
+        RuntimeError: They have one, whose gradients no unit would reduce.
+    """
+    owned = {id(p) for g in groups for r in g.parameters for p in (r.sharded, r.unsharded)}
+    added = [
+        f"{prefix}.{name}".lstrip(".")
+        for root in modules
+        for prefix, module in root.named_modules()
+        for name, p in module._parameters.items()
+        if p is not None and p.requires_grad and id(p) not in owned
+        if name not in vars(module).get(_IGNORED_ATTRIBUTE, ())
+    ]
+    if added:
+        raise RuntimeError(
+            expected(
+                "trainable parameters of units",
+                f"{quote(added)}, registered after fully_shard()",
+                where=where,
+                hint="Register them, or call get_peft_model(), before fully_shard(), which leaves "
+                "alone what ignored_params names; or give their modules fully_shard() calls of "
+                "their own. No unit reduces their gradients",
+            )
+        )
 
 
 def refuse_transforms(unit_name: str) -> None:

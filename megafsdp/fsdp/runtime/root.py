@@ -23,7 +23,7 @@ from megafsdp.fsdp.params.meta import require_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.runtime.guards import refuse_replaced
+from megafsdp.fsdp.runtime.guards import refuse_added, refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.runtime.slabs import share_slabs
@@ -81,7 +81,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
     Units that are already under another living root stay under that one.
 
     Raises:
-        RuntimeError: A unit below is at work, or something below has no values.
+        RuntimeError: A unit below is at work, or something below has no values or no unit.
         ValueError: Units are divided over different ranks, ranks differ in their layouts, dtypes or
             recipes, or recipes quantize nothing.
     """
@@ -90,6 +90,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
     # Another root gathers such a unit for itself, while this one would take it for released.
     units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
     refuse_replaced(group for unit in units.values() for group in unit.groups)
+    refuse_added(root.modules, [g for unit in found.values() for g in unit.groups], where=where)
     require_initialized(root.modules, where=where)
     for name, unit in units.items():
         unit.rename(name)

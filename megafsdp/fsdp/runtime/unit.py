@@ -48,6 +48,7 @@ from megafsdp.fsdp.runtime.forward_passes import ForwardToken, ModuleRun, Pendin
 from megafsdp.fsdp.runtime.guards import (
     guard_parameters,
     guard_state_dicts,
+    note_ignored,
     refuse_replaced,
     refuse_transforms,
 )
@@ -136,6 +137,7 @@ class FSDPUnit:
             guard_state_dicts(part, self)
         for group in groups:
             group.put_sharded()
+        note_ignored(modules)
 
     def rename(self, name: str) -> None:
         """Set the FQN within the root, for messages, counters and profilers; none for its class."""
