@@ -1,4 +1,4 @@
-"""A check of functions whose gradients are written by hand and are differentiable once."""
+"""Checks of functions whose gradients are written by hand and are differentiable once."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ def check_no_second_backward(*, where: str, hint: str) -> None:
     """
     # A graph of torch.compile refuses a second differentiation itself, and traces with either mode.
     if torch.is_grad_enabled() and not is_tracing():
-        raise NotImplementedError(
-            expected("a backward without create_graph", "one with it", where=where, hint=hint)
-        )
+        raise _refusal(where, hint)
+
+
+def check_has_no_graph(grad: torch.Tensor, *, where: str, hint: str) -> None:
+    """Raise if a gradient has a graph, which would end here; for functions that are linear.
+
+    Raises:
+        NotImplementedError: It has one.
+    """
+    if grad.requires_grad:
+        raise _refusal(where, hint)
+
+
+def _refusal(where: str, hint: str) -> NotImplementedError:
+    return NotImplementedError(
+        expected("a backward without create_graph", "one with it", where=where, hint=hint)
+    )

@@ -53,6 +53,7 @@ from megafsdp.buffer.dtensor.random_values import (
 )
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta, mark_written
+from megafsdp.device.autograd import check_has_no_graph
 from megafsdp.errors import expected
 from megafsdp.mesh.dtensor import cut_dim, group_of_axes, main_weight_placements, shard_axes
 from megafsdp.mesh.torch_private import (
@@ -488,6 +489,9 @@ def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Te
     return True
 
 
+_ALONE = "Add losses of parameters in a backward of their own"
+
+
 class _LocalRows(torch.autograd.Function):
     """Return the rows of an uneven DTensor; wrap their gradient with its layout in backward."""
 
@@ -506,7 +510,7 @@ class _LocalRows(torch.autograd.Function):
         Raises:
             NotImplementedError: The gradient has a graph, which would end here without a word.
         """
-        _check_no_graph(grads[0], "to_local()")
+        check_has_no_graph(grads[0], where="to_local() of a sharded parameter", hint=_ALONE)
         return UnevenDTensor.wrap(grads[0].contiguous(), ctx.spec, ctx.layout)
 
 
@@ -526,21 +530,9 @@ class _Whole(torch.autograd.Function):
         Raises:
             NotImplementedError: The gradient has a graph, which would end here without a word.
         """
-        _check_no_graph(grads[0], "full_tensor()")
+        check_has_no_graph(grads[0], where="full_tensor() of a sharded parameter", hint=_ALONE)
         rows = ctx.layout.rows_of(grads[0]).to(ctx.device)
         return UnevenDTensor.wrap(rows, ctx.spec, ctx.layout)
-
-
-def _check_no_graph(grad: torch.Tensor, name: str) -> None:
-    if grad.requires_grad:
-        raise NotImplementedError(
-            expected(
-                "a backward without create_graph",
-                "one with it",
-                where=f"{name} of an unevenly sharded parameter",
-                hint="Add losses of parameters in a backward of their own",
-            )
-        )
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
