@@ -40,7 +40,7 @@ from megafsdp.buffer.dtensor.random_values import (
     initial_dtype,
     write_rows,
 )
-from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
+from megafsdp.buffer.dtensor.statistics import STATISTICS, SpreadDTensor, arguments_of, reduce_rows
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import (
     OpOverload,
@@ -361,6 +361,9 @@ def rule_function(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Apply the rules to a function: ``__torch_function__`` where dispatch is bypassed (2.11)."""
+    # torch then asks the deviation, which is no number before full_tensor().
+    if SpreadDTensor in types:
+        return NotImplemented
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     bare = name.strip("_")

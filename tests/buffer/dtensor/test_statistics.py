@@ -161,21 +161,23 @@ def test_statistics_of_rows_divided_over_two_axes(ranks: Ranks) -> None:
     ranks(4).run(_two_axes)
 
 
-def _deviations() -> None:
-    deviation = cut(random(10, 4), whole_mesh()).std()
-    assert deviation.shape == () and deviation.dtype == torch.float32
-    for use in (
-        lambda s: s * 2,
-        float,
-        lambda s: s < 1,
-        lambda s: cut(random(10, 4), whole_mesh()) / s,
-    ):
-        with pytest.raises(NotImplementedError, match=r"full_tensor\(\) on all ranks"):
-            use(deviation)
-    replicated = deviation.redistribute(placements=[torch.distributed.tensor.Replicate()])
-    torch.testing.assert_close(replicated.to_local(), random(10, 4).std())
+def _deviations(is_bypassed: bool) -> None:
+    with _path(is_bypassed):
+        deviation = cut(random(10, 4), whole_mesh()).std()
+        assert deviation.shape == () and deviation.dtype == torch.float32
+        for use in (
+            lambda s: s * 2,
+            float,
+            lambda s: s < 1,
+            lambda s: cut(random(10, 4), whole_mesh()) / s,
+        ):
+            with pytest.raises(NotImplementedError, match=r"full_tensor\(\) on all ranks"):
+                use(deviation)
+        replicated = deviation.redistribute(placements=[torch.distributed.tensor.Replicate()])
+        torch.testing.assert_close(replicated.to_local(), random(10, 4).std())
 
 
-def test_a_deviation_is_no_number_before_full_tensor(ranks: Ranks) -> None:
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_a_deviation_is_no_number_before_full_tensor(ranks: Ranks, is_bypassed: bool) -> None:
     """Those of the own rows say nothing of the whole."""
-    ranks(2).run(_deviations)
+    ranks(2).run(_deviations, is_bypassed)
