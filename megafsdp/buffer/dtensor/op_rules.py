@@ -78,8 +78,8 @@ _EXTREMA = frozenset({"max", "min"})
 _INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
 _METADATA = frozenset(
     {"size", "stride", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__len__"}
-    | {"is_contiguous", "is_inference", "requires_grad_", "retain_grad", "backward", "data_ptr"}
-    | {"element_size", "get_device", "type"}
+    | {"is_contiguous", "is_inference", "requires_grad_", "retain_grad", "backward", "grad"}
+    | {"element_size", "get_device", "type", "data_ptr"}
     | {"__get__", "__set__", "__delete__"}
 )
 # torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are
@@ -381,7 +381,8 @@ def rule_function(
     with without_torch_function():
         is_reduction = is_statistic or name in _REDUCTIONS or name == _UNSCALE
         if is_reduction or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
-            is_traced = torch.is_grad_enabled() and not name.endswith(("detach", "equal", "_like"))
+            is_traced = name not in {"detach", "equal", _NEW_EMPTY} and not name.endswith("_like")
+            is_traced &= torch.is_grad_enabled()
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
                 # Autograd makes plain DTensors here, to which torch gives cuts of its own.
                 refuse(f"{name} within autograd", args, kwargs)

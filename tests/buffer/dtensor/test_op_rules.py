@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.device.torch_private import version_of
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.dtensor.emulation import torch_2_11
 from tests.ranks import Ranks
@@ -279,6 +280,32 @@ def _scaled_by_own_norm(is_bypassed: bool) -> None:
 def test_partial_scalars_are_summed_before_use(ranks: Ranks, is_bypassed: bool) -> None:
     """Dividing by a norm divides by that of all ranks, not by the own rows'."""
     ranks(3).run(_scaled_by_own_norm, is_bypassed)
+
+
+def _adam(tensor: torch.Tensor) -> None:
+    hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-5}
+    states = [[tensor.clone()] for _ in range(3)]
+    options = {"amsgrad": False, "maximize": False}
+    torch._fused_adam_([tensor], *states, [], [torch.ones(())], **hyper, **options)
+
+
+def _unscale(tensor: torch.Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_([tensor], torch.zeros(1), torch.ones(1))
+
+
+def _counted_in_lists(is_bypassed: bool) -> None:
+    with _path(is_bypassed):
+        for write in (lambda tensor: torch._foreach_mul_([tensor], 2), _adam, _unscale):
+            tensor = cut(random(10, 4), whole_mesh())
+            before = version_of(tensor.local)
+            write(tensor)
+            assert version_of(tensor.local) > before
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_writes_to_lists_are_counted(ranks: Ranks, is_bypassed: bool) -> None:
+    """By these counts casts are known to be old, and steps ahead to have read other gradients."""
+    ranks(3).run(_counted_in_lists, is_bypassed)
 
 
 def _facts_under_2_11() -> list[int]:
