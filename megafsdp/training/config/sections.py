@@ -387,7 +387,9 @@ class Config:
     """
 
     # For the sections too. Text is not read as a number, nor true as 1.
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False
+    )
 
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
