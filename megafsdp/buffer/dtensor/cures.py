@@ -28,7 +28,9 @@ _BEFORE = "Do it before fully_shard()"
 
 # By the name of an operator, or of what else is refused.
 _OPERATIONS: dict[str, str] = {
-    **dict.fromkeys(("linalg_qr", "eye", "select", "index_put_"), _INITIALISE),
+    **dict.fromkeys(("linalg_qr", "eye", "select", "index_put_", "__setitem__"), _INITIALISE),
+    "within autograd": "Call it under torch.no_grad(), or on .detach(): torch 2.11 loses the cuts "
+    "of gradients",
     "a draw beside an initialiser": "Draw each module's own parameters in its own initializer",
     "pickle": _SAVE,
     "assignment to .data": "Use parameter.copy_() under torch.no_grad(), then "

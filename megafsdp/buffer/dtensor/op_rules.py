@@ -47,6 +47,7 @@ from megafsdp.device.torch_private import (
     no_torch_function,
     schema_of,
     untraced_hook,
+    without_dynamo,
     without_torch_function,
     wrapper_like,
 )
@@ -353,6 +354,7 @@ _RULES: dict[str, Callable[..., Any]] = {
 }
 
 
+@without_dynamo
 def rule_function(
     cls: type,
     func: Callable[..., Any],
@@ -385,7 +387,8 @@ def rule_function(
             is_traced &= torch.is_grad_enabled()
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
                 # Autograd makes plain DTensors here, to which torch gives cuts of its own.
-                refuse(f"{name} within autograd", args, kwargs)
+                cure = cure_of("within autograd" if is_statistic else name, of_parameter=True)
+                refuse(f"{name} within autograd", args, kwargs, hint=cure)
             if is_statistic:
                 return _run_on_stand_ins(func, args, kwargs)
             with torch.no_grad():

@@ -273,7 +273,7 @@ class UnevenDTensor(RowShardedDTensor):
             NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
         """
         if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
-            refuse("to_local within autograd", [self])
+            refuse("to_local within autograd", [self], hint=cure_of("within autograd"))
         wait_for_writer(self._local_tensor)
         return _LocalRows.apply(self)
 

@@ -325,7 +325,7 @@ def _traced_under_2_11() -> list[str]:
         assert type(torch.zeros_like(parameter)) is type(parameter.detach()) is UnevenDTensor
         with torch.no_grad():
             assert type(parameter * 2) is UnevenDTensor
-        uses = (torch.Tensor.sum, torch.Tensor.norm, torch.Tensor.clone, UnevenDTensor.to_local)
+        uses = (torch.Tensor.sum, torch.Tensor.norm, UnevenDTensor.to_local, torch.Tensor.clone)
         return [_raised(use, parameter) for use in (*uses, lambda p: p * 2)]
 
 
@@ -333,6 +333,7 @@ def test_torch_2_11_is_not_trusted_with_gradients(ranks: Ranks) -> None:
     """There autograd makes plain DTensors of them, whose cuts would be lost without a word."""
     for raised in ranks(2).run(_traced_under_2_11):
         assert all("within autograd" in message for message in raised)
+        assert all("under torch.no_grad()" in message for message in raised[:3])
 
 
 def _no_sharding_propagation() -> None:
