@@ -50,7 +50,8 @@ class _Block(ParallelModule):
 
 def _local(value: Tensor) -> Tensor:
     # Copies: the optimizer counts steps in place.
-    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+    value = value.detach()
+    return (value.to_local() if isinstance(value, DTensor) else value).clone()
 
 
 def _step(model: _Block, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -112,7 +113,7 @@ def _state_of_loaded(
         for name in ("exp_avg", "exp_avg_sq", "step"):
             value = optimizer.state[parameter].get(name)
             values.append(wanted[len(values)] if value is None else _local(value))
-            assert value is not None or parameter.to_local().numel() == 0
+            assert value is not None or parameter.detach().to_local().numel() == 0
     return values
 
 

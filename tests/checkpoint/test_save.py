@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -299,7 +300,7 @@ def _save_without_random_states(root: Path) -> str:
             raise ValueError("too many values to unpack")
         return {}
 
-    generators = mock.patch(f"{save.__module__}.rng_state", other_generator)
+    generators = mock.patch.object(import_module(save.__module__), "rng_state", other_generator)
     with generators, pytest.raises(CheckpointError) as caught:
         save(root, step=1, model=model)
     return str(caught.value)

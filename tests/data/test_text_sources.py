@@ -170,7 +170,7 @@ def test_compressed_files_are_found_by_what_is_inside(tmp_path: Path) -> None:
 def test_positions_grow_to_the_size_of_the_file(tmp_path: Path) -> None:
     """Also of a compressed file, whose text is longer than the file."""
     source = random.Random(0)
-    texts = [json.dumps({"text": f"{source.getrandbits(8000):x}"}) + "\n" for _ in range(200)]
+    texts = [json.dumps({"text": f"{source.getrandbits(8000):x}"}) + "\n" for _ in range(400)]
     for name, data in (
         ("a.jsonl", "".join(texts).encode()),
         ("a.jsonl.gz", gzip.compress("".join(texts).encode())),

@@ -239,13 +239,13 @@ def test_ranks_with_different_recipes_are_refused_together(ranks: Ranks, kind: s
 
 def _optimizers_on_the_host() -> None:
     net = shard(Net(), policy_for("mxfp8"))
-    before = [p.to_local().data_ptr() for p in net.parameters()]
+    before = [p.detach().to_local().data_ptr() for p in net.parameters()]
     for fraction in (1.0, 0.25, "auto"):
         with pytest.raises(NotImplementedError, match=r"offload_fraction 0 .*'Block' under mxfp8"):
             HybridDeviceOptimizer(net.parameters(), offload_fraction=fraction)
         groups = [g for unit in (*net.blocks, net) for g in unit._fsdp_unit().groups]
         assert all(g.host_memory is None for g in groups)
-        assert [p.to_local().data_ptr() for p in net.parameters()] == before
+        assert [p.detach().to_local().data_ptr() for p in net.parameters()] == before
     optimizers = [HybridDeviceOptimizer(net.parameters(), offload_fraction=0.0)]
     optimizers.append(FusedAdam(net.parameters()))
     for step, optimizer in enumerate(optimizers):

@@ -293,4 +293,6 @@ def _hugging_face_plan() -> None:
 
 def test_a_transformers_model_takes_its_own_plan(ranks: Ranks) -> None:
     """Plain norms beside DTensors, some with hooks of the library that sum over tp themselves."""
+    if not hasattr(Qwen3ForCausalLM, "_resolve_parallel_plans"):
+        pytest.skip("this version of transformers does not resolve its plans by itself")
     ranks(4).run(_hugging_face_plan)

@@ -202,7 +202,7 @@ def _inference_first_in_bf16(strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for found, parameter in zip(net.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(found.to_local(), parameter.to_local())
+        assert torch.equal(found.detach().to_local(), parameter.detach().to_local())
 
 
 def _inference_first(strategy: str) -> None:
@@ -714,7 +714,7 @@ def _tiny_parameters() -> None:
 
     reference = Tiny()
     net = fully_shard(copy.deepcopy(reference))
-    numels = torch.tensor(sum(p.to_local().numel() for p in net.parameters()))
+    numels = torch.tensor(sum(p.detach().to_local().numel() for p in net.parameters()))
     dist.all_reduce(numels)
     assert numels == 2
     x = torch.randn(dist.get_world_size(), 3)
@@ -772,7 +772,10 @@ class Named(dict):
     """A batch whose entries are attributes too."""
 
     def __getattr__(self, name: str) -> object:
-        return self[name]
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 class Output(dict):

@@ -110,7 +110,7 @@ def _peaks(family: str, tp: int, ep: int, source: str, target: str) -> dict[str,
 
     with mock.patch.object(SafetensorsReader, "rows", noting):
         checkpoint.import_hf(model, source)
-    own = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    own = sum(p.detach().to_local().nbytes for p in model.parameters())
     return {
         "exporting": exporting,
         "largest": largest,

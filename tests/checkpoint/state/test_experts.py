@@ -147,8 +147,9 @@ def _save_trained(root: Path, degree: int, is_sharded: bool) -> int:
     optimizer = _adam(layer)
     for name, parameter in layer.named_parameters():
         # Equal where ranks have the same, different for every expert.
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        gradient = local.detach().sin() + (0 if name.startswith("dense") else 1)
+        local = parameter.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        gradient = local.sin() + (0 if name.startswith("dense") else 1)
         is_whole = not isinstance(parameter, DTensor)
         parameter.grad = gradient if is_whole else parameter.detach().like(gradient.contiguous())
     optimizer.step()

@@ -74,7 +74,7 @@ def _narrow_gradients(strategy: str) -> None:
             assert isinstance(grad, FlatGradient) and grad.dtype == torch.bfloat16
             assert grad._spec.tensor_meta.dtype == grad.to_local().dtype == torch.bfloat16
             assert grad.shape == parameter.shape
-            assert grad.to_local().shape == parameter.to_local().shape
+            assert grad.to_local().shape == parameter.detach().to_local().shape
             assert (grad * 2).dtype == torch.bfloat16
             assert parameter.dtype == torch.float32
 

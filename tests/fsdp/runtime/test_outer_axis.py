@@ -101,7 +101,7 @@ def _holds() -> tuple[int, int, int, int, int]:
     for block in net.blocks:
         numel += sum(g.layout.gathered_numel for g in block._fsdp_unit().groups)
     return (
-        sum(p.to_local().numel() for p in parameters),
+        sum(p.local.numel() for p in parameters),
         numel,
         at_rest[Category.MAIN_WEIGHT],
         at_rest[Category.COMPUTE_WEIGHT],

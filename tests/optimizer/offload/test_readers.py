@@ -25,7 +25,7 @@ Values = list[torch.Tensor]
 
 def _average(parameters: list[nn.Parameter]) -> Values:
     averages = [torch.zeros_like(p) for p in parameters]
-    torch._foreach_lerp_(averages, parameters, 0.5)
+    torch._foreach_lerp_(averages, [p.detach() for p in parameters], 0.5)
     return [full_tensor(a) for a in averages]
 
 
@@ -36,12 +36,12 @@ def _edited(parameters: list[nn.Parameter]) -> Values:
 
 
 READERS: dict[str, Callable[[list[nn.Parameter]], Values]] = {
-    "norms": lambda parameters: [full_tensor(p.norm()) for p in parameters],
+    "norms": lambda parameters: [full_tensor(p.detach().norm()) for p in parameters],
     "arithmetic": lambda parameters: [full_tensor(p.detach() + 1.0) for p in parameters],
     "average": _average,
     "edit": _edited,
     "full_tensor": lambda parameters: [full_tensor(p) for p in parameters],
-    "to_local": lambda parameters: [p.to_local().clone() for p in parameters],
+    "to_local": lambda parameters: [p.detach().to_local().clone() for p in parameters],
     "local": lambda parameters: [p.local.clone() for p in parameters],
     "deepcopy": lambda parameters: [copy.deepcopy(p).local for p in parameters],
 }

@@ -105,13 +105,16 @@ def _counting_reads(patch: pytest.MonkeyPatch, events: list[str]) -> None:
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: object) -> Any:
-            caller = sys._getframe(1).f_code
+            frame = sys._getframe(1)
+            caller = frame.f_code
             # Sample ids and torch's counts of steps are on the host; and so are, on a CPU, the
             # kernel's arguments.
             if tensor.is_floating_point() and not re.search(
                 r"adam/step|kernels/adam_kernel|torch/optim", caller.co_filename
             ):
-                events.append(f"read by {caller.co_qualname}")
+                # Python 3.10 has no co_qualname.
+                owner = type(frame.f_locals.get("self")).__name__
+                events.append(f"read by {owner}.{caller.co_name}")
             return plain(tensor, *args)
 
         return read
