@@ -316,7 +316,8 @@ def _way_of(grad: DTensor) -> _Way:
                 "gradients that are replicated or sharded, over several axes of a mesh with names",
                 f"placements {grad.placements}",
                 where="the norm of gradients",
-                hint="Use torch.nn.utils.clip_grad_norm_ for these parameters",
+                hint="Use torch.nn.utils.clip_grad_norm_ for these parameters, in torch 2.11 with "
+                "foreach=False: it scales lists of partial sums wrongly",
             )
         )
     return _Way(group_of_axes(mesh, cut), counts=True) if cut else _LOCAL

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megafsdp import (
@@ -219,3 +220,18 @@ def test_clipping_passes_over_flat_buffers_and_reads_nothing(
 ) -> None:
     """One tensor a unit, whatever the number of parameters, and no wait for a device."""
     ranks(2).run(_clips_buffers, norm_type)
+
+
+def _clips_partial_sums() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.full((4,), 1.5), mesh, [Partial()])
+    with pytest.raises(NotImplementedError, match=r"torch\.nn\..*with foreach=False"):
+        clip_grad_norm_([parameter], 1.0)
+    nn.utils.clip_grad_norm_([parameter], 1.0, foreach=False)
+    torch.testing.assert_close(parameter.grad.full_tensor(), torch.full((4,), 0.5))
+
+
+def test_gradients_that_are_still_to_be_summed_are_left_to_torch(ranks: Ranks) -> None:
+    """Of layers that are cut over tp alone; torch 2.11 scales a list of these wrongly."""
+    ranks(2).run(_clips_partial_sums)
