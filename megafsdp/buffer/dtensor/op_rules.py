@@ -61,14 +61,12 @@ _NEW_EMPTY = "new_empty"
 # Elementwise in effect, with results of the source's shape, though torch does not tag them
 # pointwise.
 _LIKE = frozenset(
-    {"clone", "contiguous", "_to_copy", "lift_fresh", "copy_"}
+    {"clone", "contiguous", "_to_copy", "lift_fresh", "copy_", "zero_", "fill_"}
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full")}
-    | {"zero_", "fill_"}
 )
 # The optimizers' operators on lists step each tensor by itself, though torch tags none of them.
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
-_FUSED_SGD = "_fused_sgd_"
 # Those that torch combines over ranks at once.
 _REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -80,8 +78,7 @@ _INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
 _METADATA = frozenset(
     {"size", "stride", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__len__"}
     | {"is_contiguous", "is_inference", "requires_grad_", "retain_grad", "backward", "grad"}
-    | {"element_size", "get_device", "type", "data_ptr"}
-    | {"__get__", "__set__", "__delete__"}
+    | {"element_size", "get_device", "type", "data_ptr", "__get__", "__set__", "__delete__"}
 )
 # torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are
 # applied one level higher, to functions by name.
@@ -207,7 +204,7 @@ def _run_by_rule(
             wait_for_writer(local_of(leaf))
     if name in _RULES:
         return _RULES[name](func, name, args, kwargs)
-    if name == _FUSED_SGD:
+    if name == "_fused_sgd_":
         check_fused_sgd(args)
     # The same decision on every rank: it depends on names and layouts, never on local tensors.
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
