@@ -220,7 +220,9 @@ def _exchange_tokens(
     sent[:, -widths[2] :] = numbers
     arrived = _to_ranks(sent, exchange, "tokens to experts")
     x_VH, weights_VK, numbers = arrived.split(widths, dim=1)
-    return numbers.contiguous().view(dtype).long(), x_VH, weights_VK
+    # Always a copy: a single row is contiguous where it lies, and may begin at an odd element.
+    numbers = numbers.clone(memory_format=torch.contiguous_format)
+    return numbers.view(dtype).long(), x_VH, weights_VK
 
 
 def _sort_rows(

@@ -201,6 +201,30 @@ def test_numbers_of_experts_travel_in_every_dtype(ranks: Ranks, dtype: torch.dty
         torch.testing.assert_close(torch.cat([a, b]), whole, rtol=tolerance, atol=tolerance)
 
 
+def _pass_few_to_rank_1(dtype: torch.dtype, num_arriving: int) -> tuple[Tensor, Tensor]:
+    """Send so many of rank 0's tokens to rank 1, and none of its own; one expert a token."""
+    group = dist.group.WORLD
+    assert group is not None
+    experts = torch.zeros(3, 1, dtype=torch.int64)
+    if group.rank() == 0:
+        experts[:num_arriving] = 4
+    x = torch.arange(3.0 * 8).view(3, 8) + 100 * group.rank()
+    weights = torch.ones(3, 1)
+    dispatched = dispatch(x.to(dtype), experts, weights.to(dtype), _NUM_EXPERTS, group)
+    return dispatched.rows_RH, dispatched.plan.load_E
+
+
+@pytest.mark.parametrize("num_arriving", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rank_that_gets_at_most_one_token(
+    ranks: Ranks, dtype: torch.dtype, num_arriving: int
+) -> None:
+    """The bits of a single row's numbers begin at an odd element of its message."""
+    _, (rows, load) = ranks(2).run(_pass_few_to_rank_1, dtype, num_arriving)
+    assert torch.equal(rows, torch.arange(8.0 * num_arriving).to(dtype).view(-1, 8))
+    assert load.tolist() == [0, num_arriving, 0]
+
+
 class _Names(TorchDispatchMode):
     """Note the operators in the order in which they are issued."""
 
