@@ -79,6 +79,15 @@ def test_tools_take_the_folder_of_a_run(
     assert capsys.readouterr().err == ""
 
 
+def test_a_torch_file_is_split_as_a_run_has_it(tmp_path: Path) -> None:
+    """--fused-like takes the folder of a run as it takes its checkpoints."""
+    run, file, again = _run(tmp_path), str(tmp_path / "a.pt"), str(tmp_path / "again")
+    assert main(["ckpt", "convert", str(run), file, "--to", "torch"]) == 0
+    words = ["ckpt", "convert", file, again, "--to", "megafsdp", "--step", "3"]
+    assert main([*words, "--fused-like", str(run)]) == 0
+    assert main(["ckpt", "diff", str(run), again, "--ignore", "common"]) == 0
+
+
 @pytest.mark.parametrize("has_config", [True, False])
 @pytest.mark.parametrize(
     "words", [["convert", "{file}", "{run}", "--to", "megafsdp"], ["import-hf", "{file}", "{run}"]]

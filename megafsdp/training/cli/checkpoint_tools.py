@@ -221,7 +221,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused-like",
         metavar="CKPT",
-        help="split the fused parameters of a torch file as this checkpoint has them",
+        help="split the fused parameters of a torch file as this checkpoint or run has them",
     )
     parser.add_argument(
         "--precision",
@@ -301,14 +301,14 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    to, destination = Format(options.to), options.destination
+    to, destination, like = Format(options.to), options.destination, options.fused_like
     written = convert(
         checkpoints_of(options.source),
         root_to_publish_in(destination) if to is Format.MEGAFSDP else destination,
         to,
         options.step,
         options=ConvertOptions(
-            fused_like=options.fused_like,
+            fused_like=None if like is None else checkpoints_of(like),
             precision=options.precision,
             transformer_impl=options.transformer_impl,
             ignore=options.ignore,
