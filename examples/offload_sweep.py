@@ -60,7 +60,11 @@ class Run:
             return
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         tensors += [value for p in tensors for value in optimizer.state[p].values()]
-        own = [t.to_local() for t in tensors if isinstance(t, torch.distributed.tensor.DTensor)]
+        own = [
+            t.detach().to_local()
+            for t in tensors
+            if isinstance(t, torch.distributed.tensor.DTensor)
+        ]
         nbytes = sum(tensor.nbytes for tensor in own)
         if isinstance(optimizer, megafsdp.HybridDeviceOptimizer):
             self.host_nbytes = optimizer.host_nbytes

@@ -205,7 +205,7 @@ def _experts_by_name() -> list[bool]:
     whole = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     keywords: Keywords = {"device_mesh": whole, "dp_shard_dim": "dp", "expt_device_mesh": experts}
     model = megatron.fully_shard_model(_Expert(experts), **keywords)
-    rows = model.experts[0].weight.to_local()
+    rows = model.experts[0].weight.detach().to_local()
     assert torch.equal(rows, torch.full((4, 4), float(dist.get_rank())))
     return [group.axes.is_expert for unit in units_below([model]).values() for group in unit.groups]
 
