@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device.torch_private import as_subclass_with_grad
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, tie_to_group
@@ -23,8 +22,9 @@ from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 class LocalParameter(nn.Parameter):
     """This rank's part of one parameter group's main weight, as one plain 1-D tensor.
 
-    ``grad`` is the group's flat main gradient, present when any of its parameters has a gradient;
-    parameters without one have zeros there. Setting it to None clears all of theirs.
+    ``grad`` is the group's flat main gradient, present when any of its parameters has a gradient,
+    which is moved there if the user assigned it; parameters without one have zeros there. Setting
+    it to None clears all of theirs.
     """
 
     _group: ParameterGroup
@@ -41,19 +41,9 @@ class LocalParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """Return the flat main gradient, gaps included, which are zero; None without one."""
-        grads = [p.sharded.grad for p in self._group.parameters]
-        buffer = self._group.gradients.main_grad.buffer
-        if buffer is None or all(grad is None for grad in grads):
-            return None
         # A user may have assigned or cleared single gradients: the buffer must agree with them.
-        with torch.no_grad():
-            for index, grad in enumerate(grads):
-                own = buffer.tensor(index)
-                if grad is None:
-                    own.zero_()
-                elif local_tensor(grad).data_ptr() != own.data_ptr():
-                    own.copy_(local_tensor(grad).reshape(-1))
-        return buffer.flat
+        buffer = self._group.gradients.main_grad.adopt_grads()
+        return None if buffer is None else buffer.flat
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

@@ -106,6 +106,32 @@ def test_the_flat_gradient_follows_those_of_the_parameters(ranks: Ranks) -> None
     ranks(1).run(_follows_gradients)
 
 
+def _takes_assigned_gradients(strategy: str, is_after_backward: bool) -> None:
+    net = shard(Net(), strategy=strategy)
+    flat = local_parameters(net)
+    if is_after_backward:
+        net(*mine(batches(1)[0])).backward()
+    before = full_state_dict(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    # As torch's clipping and GradScaler do.
+    torch._foreach_mul_([p.grad for p in flat], 0.5)
+    torch.optim.SGD(flat, lr=1.0).step()
+    for name, value in full_state_dict(net).items():
+        assert torch.equal(value, before[name] - 0.5), name
+    torch.optim.SGD(flat).zero_grad(set_to_none=False)
+    assert all(bool((p.grad == 0).all()) for p in net.parameters())
+
+
+@pytest.mark.parametrize("is_after_backward", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_gradients_that_the_user_assigned_are_changed_and_stepped(
+    ranks: Ranks, strategy: str, is_after_backward: bool
+) -> None:
+    """Those of all parameters, without a backward too."""
+    ranks(2).run(_takes_assigned_gradients, strategy, is_after_backward)
+
+
 def _skips_together(strategy: str) -> None:
     net = shard(Net(), strategy=strategy)
     flat = local_parameters(net)

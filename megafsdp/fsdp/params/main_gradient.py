@@ -201,6 +201,32 @@ class MainGradient:
             buffer.zero_gaps()
         return buffer, True
 
+    def adopt_grads(self) -> DBuffer | None:
+        """Return the buffer with every ``.grad`` in it; None without one; local.
+
+        Those that the user assigned are moved there, so that a change of the buffer is one of them.
+        Rows of a parameter without a gradient are zero.
+        """
+        grads = [p.grad for p in self.parameters]
+        found = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        if not found:
+            return None
+        moved = [i for i, grad in found if not self._is_published(i, grad)]
+        if moved:
+            # It makes a buffer where no backward has, and copies into it.
+            self.prepare()
+            for i in moved:
+                self._show(i)
+            self._end_if_decided()
+        buffer = self.buffer
+        assert buffer is not None, "the gradients own it"
+        with torch.no_grad():
+            for i, grad in enumerate(grads):
+                if grad is None:
+                    # The whole is stepped, with what a cleared gradient left here.
+                    buffer.tensor(i).zero_()
+        return buffer
+
     def publish(self, used: Sequence[bool], *, optimizer_may_start: bool) -> None:
         """Show the sum as ``.grad`` of the parameters that this rank used; local.
 
@@ -256,6 +282,15 @@ class MainGradient:
         return reference is not None and reference() is grad
 
     def _publish(self, index: int) -> None:
+        self._show(index)
+        self._states[index] = _GradState.PUBLISHED
+        parameter = self.parameters[index]
+        # Autograd never reaches sharded parameters: it would call these hooks otherwise.
+        for hook in post_accumulate_hooks(parameter):
+            hook(parameter)
+
+    def _show(self, index: int) -> None:
+        """Make ``.grad`` of a parameter show its rows of the buffer."""
         parameter = self.parameters[index]
         shown = parameter.grad
         if shown is None or not self._is_published(index, shown):
@@ -273,10 +308,6 @@ class MainGradient:
             # Weak: what the user clears must be freed, and found to be cleared.
             self._published[index] = weakref.ref(grad)
             parameter.grad = grad
-        self._states[index] = _GradState.PUBLISHED
-        # Autograd never reaches sharded parameters: it would call these hooks otherwise.
-        for hook in post_accumulate_hooks(parameter):
-            hook(parameter)
 
     def _new_wrappers(self, flat: torch.Tensor) -> list[Callable[[torch.Tensor], DTensor]]:
         """Return what wraps each parameter's rows of a buffer as its gradient."""
