@@ -148,8 +148,9 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
     the whole model is in memory.
 
     The parameters are for reading. A write is an error when the context ends, and is undone: main
-    weights stay as they were. Only under ``no_shard`` without a cast, where the parameters are the
-    main weights, a write stays. torch counts no writes by ``parameter.data``: do not write so.
+    weights stay as they were. Only where forward reads the main weights themselves (one rank,
+    ``no_shard`` or a 0-dim parameter, without a cast) a write stays. torch counts no writes by
+    ``parameter.data``: do not write so.
 
     Raises:
         RuntimeError: Parameters were written to on some rank, or other ranks raised in the context.
