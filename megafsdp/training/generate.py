@@ -8,7 +8,7 @@ one: for that, export the weights.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import attempt, on_rank_zero, raise_together
@@ -78,9 +78,14 @@ def generate(options: GenerateOptions) -> str:
         tokenizer, error = attempt(lambda: _tokenizer(options, config))
         raise_together(error)
         assert tokenizer is not None, "ranks without a tokenizer have raised"
+        precision = config.precision
+        if config.optimizer.store_param_remainders:
+            # Checkpoints have bf16 weights and their remainders in one fp32 tensor.
+            precision = replace(precision, main_params_dtype="fp32")
         meshes = ParallelDims().build(world.device.type)
         # Neither the run's degrees nor its compilation: only what its weights mean.
-        model = build_sharded(config, config.model.resolve(), world.device, meshes)
+        as_stored = replace(config, precision=precision)
+        model = build_sharded(as_stored, config.model.resolve(), world.device, meshes)
         checkpoint.load(directory, model=model)
         # A run has seen positions as far as its samples go; a saved model may have seen all.
         is_saved = config.model.from_hf is not None

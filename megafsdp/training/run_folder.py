@@ -16,8 +16,8 @@ from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.tracker import CONFIG_FILE
 
 _CHECKPOINTS = "checkpoints"
-# What says which model a run has trained, and how its text becomes tokens.
-_SECTIONS = ("model", "precision", "data")
+# What says which model a run has trained, how it is stored, and how its text becomes tokens.
+_SECTIONS = ("model", "precision", "optimizer", "data")
 
 
 def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
@@ -85,7 +85,7 @@ def _root_of_run(folder: Path) -> Location:
 
 
 def config_in(extra: object) -> Config | None:
-    """Return what the ``extra`` of a checkpoint says of its run's model, dtypes and data.
+    """Return what a checkpoint's ``extra`` says of its run's model, dtypes, optimizer and data.
 
     Fields that this version has no longer are left out.
 

@@ -13,11 +13,11 @@ from megafsdp import checkpoint
 from megafsdp.data import ByteTokenizer
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import LanguageModel, ModelConfig, build_model
-from megafsdp.training import to_yaml
+from megafsdp.training import to_yaml, train
 from megafsdp.training.cli.main import main
 from megafsdp.training.generate import GenerateOptions, generate
 from tests.ranks import Ranks
-from tests.training.runs import MODEL, SEQUENCE_LENGTH, tiny
+from tests.training.runs import MODEL, SEQUENCE_LENGTH, stored_tensors, tiny, write_corpus
 
 CONFIG = ModelConfig(**MODEL, init_std=0.5)
 
@@ -60,6 +60,24 @@ def test_text_is_that_of_the_latest_checkpoint(ranks: Ranks, run: Path, num_rank
     older = _greedy(_model(2), "import ", 30)
     assert older != wanted
     assert ranks(num_ranks).run(generate, replace(options, step=2)) == [older] * num_ranks
+
+
+def test_weights_with_remainders_are_read(ranks: Ranks, tmp_path: Path) -> None:
+    """The checkpoint has them in fp32, where the run's main weights are bf16."""
+    write_corpus(tmp_path)
+    config = tiny(
+        tmp_path,
+        model={"init_std": 0.5},
+        precision={"main_params_dtype": "bf16"},
+        optimizer={"store_param_remainders": True},
+        train={"steps": 1},
+    )
+    ranks(2).run(train, config)
+    stored = stored_tensors(config.checkpoint_directory, 1)
+    model = _model(0)
+    model.load_state_dict({name: stored[f"model.{name}"] for name in model.state_dict()})
+    options = GenerateOptions(run=config.run.directory, prompt="import ", tokens=30, device="cpu")
+    assert ranks(2).run(generate, options) == [_greedy(model, "import ", 30)] * 2
 
 
 def test_draws_follow_seed_temperature_and_top_k(ranks: Ranks, run: Path) -> None:
