@@ -224,9 +224,10 @@ class GatheredWeight:
     def start_unshard(self, *, in_backward: bool) -> None:
         """Issue the gather of the full buffer unless it is current; collective."""
         if self._gather is not None:
-            if not self.is_stale:
+            if not (self.is_stale or self._is_outdated):
                 return
-            # It was gathered ahead, did not run, and the main weight has changed since.
+            # It was gathered ahead, did not run, and the main weight has changed since. Its pieces
+            # may have been joined anew by now.
             self.finish_unshard()
         if self.is_stale:
             self.refresh()

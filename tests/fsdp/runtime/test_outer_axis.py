@@ -320,3 +320,21 @@ def _treats_extremes() -> list[object]:
 def test_one_neighbour_keeps_and_all_free(ranks: Ranks) -> None:
     """As in torch: 1 means False, the size of the axis means True."""
     assert ranks(4).run(_treats_extremes) == [[False, True]] * 4
+
+
+def _gathers_anew_after_a_load() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    reference, net = pair(mesh=mesh, outer_strategy="optim")
+    tokens, _ = mine(batches(1)[0])
+    with torch.no_grad():
+        net(tokens)
+        net.blocks[1].unshard(async_op=True)
+        for parameter in reference.parameters():
+            parameter.mul_(2.0)
+        load_full_state_dict(net, reference.state_dict())
+        torch.testing.assert_close(net(tokens), reference(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gather_that_a_load_overtakes_is_made_anew(ranks: Ranks) -> None:
+    """The pieces are joined again before the unit runs."""
+    ranks(2).run(_gathers_anew_after_a_load)
