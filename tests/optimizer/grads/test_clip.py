@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -22,7 +23,7 @@ from megafsdp import (
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.grads.norms import parts_of
-from tests.fsdp.toy import assert_same_grads, batches, mine, pair
+from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
 from tests.optimizer.offload.host_reads import NoHostReads
 from tests.ranks import Ranks
 
@@ -30,9 +31,10 @@ pytestmark = pytest.mark.native
 
 
 def _clip(strategy: str, norm_type: float, of_module: bool) -> None:
-    reference, net = pair(strategy=strategy)
-    net.scale = nn.Parameter(torch.full((3,), 2.0))
+    reference = Net()
     reference.scale = nn.Parameter(torch.full((3,), 2.0))
+    net = copy.deepcopy(reference)
+    shard(net, strategy=strategy, ignored_params={net.scale})
     batch = batches(1)[0]
     reference(*batch).backward()
     net(*mine(batch)).backward()
