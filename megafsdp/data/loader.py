@@ -12,8 +12,11 @@ batch of 8, micro-batches of 2 and 2 ranks, after 16 consumed samples::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megafsdp.data.samples import SampleSource
 from megafsdp.errors import ConfigError, DataError, expected
@@ -30,20 +33,25 @@ class Batch:
         labels: (B, T) int64, the next token of every input.
         loss_mask: (B, T) fp32, 1 where the label is a real token, 0 where it is padding.
         sample_ids: (B,) int64, number of each sample in the dataset; -1 for a row of padding.
+        document_lengths: Of each row the tokens of each document in it, in their order; padding
+            counts as part of the last. None where the loader does not tell them apart.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
+    document_lengths: list[list[int]] | None = None
 
-    def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, labels and mask on a device; does not wait for it if they are pinned."""
-        return (
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.loss_mask.to(device, non_blocking=True),
-        )
+    def to(self, device: torch.device) -> tuple[Any, ...]:
+        """Return what a model is called with: tokens, labels and mask on a device.
+
+        The lengths of documents follow where there are any. Does not wait for the device if the
+        tensors are pinned.
+        """
+        tensors = (self.tokens, self.labels, self.loss_mask)
+        moved = tuple(t.to(device, non_blocking=True) for t in tensors)
+        return moved if self.document_lengths is None else (*moved, self.document_lengths)
 
 
 class Loader:
@@ -62,6 +70,8 @@ class Loader:
         pad_last: Fill the last global batch with masked rows, so that an evaluation sees every
             sample once. Without it an incomplete global batch is an error. A microbatch may be
             masked as a whole: sum losses and mask over microbatches and ranks before dividing.
+        end_of_document: The token that is each document's last, by which batches say where the
+            documents of a row end; None takes no notice of documents.
 
     Raises:
         ConfigError: The global batch is not a whole number of microbatches on every rank.
@@ -77,6 +87,7 @@ class Loader:
         dp_size: int,
         pin_memory: bool = False,
         pad_last: bool = False,
+        end_of_document: int | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             what = f"a data-parallel rank from 0 to {dp_size - 1}"
@@ -91,6 +102,7 @@ class Loader:
         self._dp_rank = dp_rank
         self._pins_memory = pin_memory
         self._pads_last = pad_last
+        self._end_of_document = end_of_document
 
     @property
     def num_steps(self) -> int:
@@ -127,11 +139,13 @@ class Loader:
 
     def _microbatch(self, first_sample: int) -> Batch:
         shape = (self.micro_batch_size, self.dataset.sequence_length)
+        lengths = None if self._end_of_document is None else [[shape[1]] for _ in range(shape[0])]
         batch = Batch(
             tokens=self._zeros(shape, torch.int64),
             labels=self._zeros(shape, torch.int64),
             loss_mask=self._zeros(shape, torch.float32),
             sample_ids=torch.full(shape[:1], PADDING_SAMPLE_ID, dtype=torch.int64, device="cpu"),
+            document_lengths=lengths,
         )
         # Written in place: a copy of pinned memory, contiguous() too, would not be pinned.
         tokens, labels, mask = (t.numpy() for t in (batch.tokens, batch.labels, batch.loss_mask))
@@ -144,7 +158,14 @@ class Loader:
                 labels[row, : len(stored) - 1] = stored[1:]
                 mask[row, : len(stored) - 1] = 1.0
                 batch.sample_ids[row] = sample
+                if lengths is not None:
+                    lengths[row] = self._document_lengths(stored[: shape[1]], shape[1])
         return batch
+
+    def _document_lengths(self, stored: NDArray[np.int64], row_length: int) -> list[int]:
+        """Return how a row of tokens, and padding after them, is made of documents."""
+        ends = np.flatnonzero(stored[:-1] == self._end_of_document) + 1
+        return np.diff(ends, prepend=0, append=row_length).tolist()
 
     def _zeros(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self._pins_memory)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megafsdp.device.torch_private import without_dynamo, without_modes
 from megafsdp.parallel.context import own_chunks, whole_sequence
+from megafsdp.parallel.documents import Documents
 
 # Up to this length torch's CPU kernels (2.13) spend more time on bf16 than on fp32.
 _LONGEST_IN_FP32 = 256
@@ -24,6 +25,7 @@ def causal_attention(
     v_BGTD: Tensor,
     *,
     cp_group: dist.ProcessGroup | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Let every query attend to the keys at its place and before it.
 
@@ -37,29 +39,70 @@ def causal_attention(
         cp_group: Ranks that have the other tokens, as :mod:`megafsdp.parallel.context` shares them
             out; None if all are here. The call is then collective over them, and each rank has the
             keys and values of the whole sequence meanwhile.
+        documents: Those of the rows, with cp of the whole sequence; queries attend to keys of
+            their own document alone. None for one document a row.
 
     Returns:
         (B, N, T, D) in the dtype of the queries.
     """
     if cp_group is not None:
-        return _attend_across(q_BNTD, k_BGTD, v_BGTD, cp_group)
+        return _attend_across(q_BNTD, k_BGTD, v_BGTD, cp_group, documents)
+    if documents is not None:
+        return _attend_in_documents(q_BNTD, k_BGTD, v_BGTD, documents)
     return attend_to_end(q_BNTD, k_BGTD, v_BGTD)
 
 
 # A compiled layer ends its graph here, as at every exchange.
 @without_dynamo
 def _attend_across(
-    q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, group: dist.ProcessGroup
+    q_BNTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    group: dist.ProcessGroup,
+    documents: Documents | None,
 ) -> Tensor:
     """Have the queries of both chunks attend to the keys of the whole sequence before them."""
     both_BGTX = whole_sequence(torch.cat((k_BGTD, v_BGTD), dim=-1), group, dim=2)
     k_BGTD, v_BGTD = both_BGTX.split((k_BGTD.shape[-1], v_BGTD.shape[-1]), dim=-1)
     contexts_BNTD = []
     for chunk, queries_BNTD in zip(own_chunks(group), q_BNTD.chunk(2, dim=2), strict=True):
-        num_seen = (chunk + 1) * queries_BNTD.shape[2]
-        k_BGSD, v_BGSD = k_BGTD[:, :, :num_seen], v_BGTD[:, :, :num_seen]
-        contexts_BNTD.append(attend_to_end(queries_BNTD, k_BGSD, v_BGSD))
+        start = chunk * queries_BNTD.shape[2]
+        stop = start + queries_BNTD.shape[2]
+        if documents is not None:
+            chunk_BNTD = _attend_in_documents(queries_BNTD, k_BGTD, v_BGTD, documents, start)
+        else:
+            chunk_BNTD = attend_to_end(queries_BNTD, k_BGTD[:, :, :stop], v_BGTD[:, :, :stop])
+        contexts_BNTD.append(chunk_BNTD)
     return torch.cat(contexts_BNTD, dim=2)
+
+
+# A compiled layer ends its graph here: other lengths would be another graph.
+@without_dynamo
+def _attend_in_documents(
+    q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents, start: int = 0
+) -> Tensor:
+    """Have T successive tokens of S attend, each document by itself; the first is at ``start``."""
+    num_rows, stop = q_BNTD.shape[0], start + q_BNTD.shape[2]
+    documents.check(num_rows, k_BGSD.shape[2], where="the documents given to causal_attention()")
+    queries, keys = documents.between(start, stop), documents.between(0, stop)
+    by_row = [x.unbind() for x in (q_BNTD, k_BGSD[:, :, :stop], v_BGSD[:, :, :stop])]
+    rows_NTD = []
+    for of_row in zip(queries, keys, *by_row, strict=True):
+        asked, seen, q_NTD, k_GSD, v_GSD = of_row
+        pieces = zip(
+            q_NTD.split(asked, dim=1),
+            k_GSD.split(seen, dim=1),
+            v_GSD.split(seen, dim=1),
+            strict=True,
+        )
+        contexts_NTD = [
+            attend_to_end(*(x.unsqueeze(0) for x in document)).squeeze(0)
+            for document in pieces
+            # Those that end before the first query have none.
+            if document[0].shape[1]
+        ]
+        rows_NTD.append(torch.cat(contexts_NTD, dim=1))
+    return torch.stack(rows_NTD)
 
 
 def attend_to_end(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:

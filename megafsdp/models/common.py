@@ -24,7 +24,7 @@ from megafsdp.errors import expected
 from megafsdp.mesh.fused_parts import FusedParts, gate_and_up
 from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.config import ModelConfig
-from megafsdp.parallel import Linear, ParallelModule, RMSNorm, RoutedBatch
+from megafsdp.parallel import Documents, Linear, ParallelModule, RMSNorm, RoutedBatch
 
 
 def rotary_table(
@@ -76,10 +76,13 @@ def rotate(x_BTND: Tensor, cos_T1S: Tensor, sin_T1S: Tensor) -> Tensor:
 
 
 def rotary_factors(rotary_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay a rotary table out as the two factors that ``rotate`` takes, contiguous."""
+    """Lay a rotary table out as the two factors that ``rotate`` takes, contiguous.
+
+    Where documents lie in the rows, the table is of each row, and so are the factors.
+    """
     cos_TR, sin_TR = rotary_TR.real, rotary_TR.imag
-    cos_T1S = torch.cat((cos_TR, cos_TR), dim=-1).unsqueeze(1)
-    sin_T1S = torch.cat((-sin_TR, sin_TR), dim=-1).unsqueeze(1)
+    cos_T1S = torch.cat((cos_TR, cos_TR), dim=-1).unsqueeze(-2)
+    sin_T1S = torch.cat((-sin_TR, sin_TR), dim=-1).unsqueeze(-2)
     return cos_T1S, sin_T1S
 
 
@@ -150,12 +153,19 @@ class SelfAttention(ParallelModule):
         gate_rows = (query_rows,) if self.has_output_gate else ()
         return (query_rows, *gate_rows, self.head_dim, self.head_dim)
 
-    def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None) -> Tensor:
-        """Let every token attend to itself and those before it.
+    def forward(
+        self,
+        x_BTH: Tensor,
+        rotary_TR: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Let every token attend to itself and those before it in its document.
 
         Args:
             x_BTH: Normed hidden states.
-            rotary_TR: Rotary table of these tokens; None where positions are not rotations.
+            rotary_TR: Rotary table of these tokens, with documents (B, T, R); None where positions
+                are not rotations.
+            documents: Those of the rows, with cp of the whole sequence; None for one a row.
 
         Returns:
             (B, T, H), to be added to the residual stream.
@@ -174,6 +184,7 @@ class SelfAttention(ParallelModule):
             k_BTGD.transpose(1, 2),
             v_BTGD.transpose(1, 2),
             cp_group=self.cp_group,
+            documents=documents,
         )
         context_BTX = context_BNTD.transpose(1, 2).flatten(2)
         if gates:
@@ -240,7 +251,7 @@ class TransformerLayer(ParallelModule):
 
     Args:
         input_layernorm: Norm before attention.
-        self_attention: Called with (B, T, H) and the rotary table.
+        self_attention: Called with (B, T, H), the rotary table and the documents.
         pre_mlp_layernorm: Norm before the MLP.
         mlp: Called with (B, T, H), of a mixture with the forward's ``RoutedBatch`` too.
     """
@@ -264,9 +275,11 @@ class TransformerLayer(ParallelModule):
         x_BTH: Tensor,
         rotary_TR: Tensor | None = None,
         batch: RoutedBatch | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Add attention and then the MLP to the residual stream."""
-        x_BTH = x_BTH + self.self_attention(self.input_layernorm(x_BTH), rotary_TR)
+        normed_BTH = self.input_layernorm(x_BTH)
+        x_BTH = x_BTH + self.self_attention(normed_BTH, rotary_TR, documents)
         normed_BTH = self.pre_mlp_layernorm(x_BTH)
         return x_BTH + (self.mlp(normed_BTH) if batch is None else self.mlp(normed_BTH, batch))
 

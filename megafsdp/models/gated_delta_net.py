@@ -26,7 +26,7 @@ from megafsdp.models.common import output_init_std, require_divisor
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.gated_delta import gated_delta_rule
 from megafsdp.models.linear_attention_kernels import convolution_kernel_for
-from megafsdp.parallel import Linear, ParallelModule, RMSNorm
+from megafsdp.parallel import Documents, Linear, ParallelModule, RMSNorm
 from megafsdp.parallel.context import heads_of, tokens_of
 
 _FASTEST_DECAY = 16.0
@@ -53,13 +53,19 @@ class CausalConvolution(ParallelModule):
         """Draw uniformly, so that a channel's output has about a third of its input's variance."""
         nn.init.uniform_(whole, -(self.width**-0.5), self.width**-0.5)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, documents: Documents | None = None) -> Tensor:
         """Mix each token's channels with those before it; the result has the dtype of the input.
 
         Args:
             x_BTC: Of all tokens. With cp, the channels of its rank's part of each of the three.
+            documents: Those of the rows, each of which is mixed by itself.
         """
         weight_C1W = _own_heads(self._localized("weight"), self.sizes, self.cp_group)
+        if documents is None:
+            return self._mix(x_BTC, weight_C1W)
+        return documents.each_alone(lambda x: self._mix(x, weight_C1W), x_BTC)
+
+    def _mix(self, x_BTC: Tensor, weight_C1W: Tensor) -> Tensor:
         x_BCT = x_BTC.mT.to(weight_C1W.dtype)
         kernel = convolution_kernel_for(x_BCT, self.width)
         if kernel is not None:
@@ -140,12 +146,18 @@ class GatedDeltaNet(ParallelModule):
             kind="a tensor-parallel degree, times the context-parallel one,",
         )
 
-    def forward(self, x_BTH: Tensor, rotary_TR: Tensor | None = None) -> Tensor:
-        """Let every token write to the state and read it.
+    def forward(
+        self,
+        x_BTH: Tensor,
+        rotary_TR: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Let every token write to the state of its document and read it.
 
         Args:
             x_BTH: Normed hidden states.
             rotary_TR: Not read: the order of tokens is that of their decays.
+            documents: Those of the rows, with cp of the whole sequence; None for one a row.
 
         Returns:
             (B, T, H), to be added to the residual stream.
@@ -166,22 +178,30 @@ class GatedDeltaNet(ParallelModule):
             rate_N, bias_N = (_own_heads(x, (1,), group) for x in (rate_N, bias_N))
             # As a slice it would keep all of the map's output for backward.
             z_BTX = z_BTX.contiguous()
-        q_BTX, k_BTX, v_BTX = self.conv1d(qkv_BTC).split((keys, keys, values), dim=-1)
+        qkv_BTC = self.conv1d(qkv_BTC, documents)
+        q_BTX, k_BTX, v_BTX = qkv_BTC.split((keys, keys, values), dim=-1)
         dtype = torch.promote_types(x_BTH.dtype, torch.float32)
         rate_N = rate_N.to(dtype).exp()
         step_BTN = F.softplus(alpha_BTN.to(dtype) + bias_N)
-        out_BTNE = gated_delta_rule(
+        inputs = (
             q_BTX.unflatten(-1, (-1, self.key_head_dim)),
             k_BTX.unflatten(-1, (-1, self.key_head_dim)),
             v_BTX.unflatten(-1, (-1, self.value_head_dim)),
-            log_decay_BTN=-rate_N * step_BTN,
-            beta_BTN=beta_BTN.to(dtype).sigmoid(),
+            -rate_N * step_BTN,
+            beta_BTN.to(dtype).sigmoid(),
         )
+        out_BTNE = _attend(*inputs) if documents is None else documents.each_alone(_attend, *inputs)
         if group is not None:
             own_BTX = tokens_of(out_BTNE.flatten(2), group)
             out_BTNE = own_BTX.unflatten(-1, (-1, self.value_head_dim))
         gate_BTNE = F.silu(z_BTX).unflatten(-1, (-1, self.value_head_dim))
         return self.out_proj((self.out_norm(out_BTNE) * gate_BTNE).flatten(2))
+
+
+def _attend(
+    q_BTGD: Tensor, k_BTGD: Tensor, v_BTNE: Tensor, log_decay_BTN: Tensor, beta_BTN: Tensor
+) -> Tensor:
+    return gated_delta_rule(q_BTGD, k_BTGD, v_BTNE, log_decay_BTN=log_decay_BTN, beta_BTN=beta_BTN)
 
 
 def _heads_of_all(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:

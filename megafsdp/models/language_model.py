@@ -26,6 +26,7 @@ from megafsdp.models.common import TransformerLayer, require_divisor, rotary_tab
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.loss import masked_cross_entropy
 from megafsdp.parallel import (
+    Documents,
     OutputLayer,
     ParallelModule,
     PositionEmbedding,
@@ -63,12 +64,12 @@ class LanguageModelEmbedding(ParallelModule):
             )
         )
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
         """Embed token ids as (B, T, H), or with tp as this rank's part of the sequence."""
         words_BTH = self.word_embeddings(tokens_BT)
         if self.position_embeddings is None:
             return words_BTH
-        return words_BTH + self.position_embeddings(tokens_BT.shape[1])
+        return words_BTH + self.position_embeddings(tokens_BT.shape[1], documents)
 
 
 class Decoder(ParallelModule):
@@ -86,11 +87,16 @@ class Decoder(ParallelModule):
         self.activation_checkpointing = ActivationCheckpointing()
 
     def forward(
-        self, x_BTH: Tensor, rotary_TR: Tensor | None, batch: RoutedBatch | None = None
+        self,
+        x_BTH: Tensor,
+        rotary_TR: Tensor | None,
+        batch: RoutedBatch | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Run the layers and the final norm on (B, T, H)."""
+        run_layer = self.activation_checkpointing.run_layer
         for index, layer in enumerate(self.layers):
-            x_BTH = self.activation_checkpointing.run_layer(layer, index, x_BTH, rotary_TR, batch)
+            x_BTH = run_layer(layer, index, x_BTH, rotary_TR, batch, documents)
         return self.final_layernorm(x_BTH)
 
 
@@ -161,6 +167,7 @@ class LanguageModel(ParallelModule):
         tokens_BT: Tensor,
         labels_BT: Tensor | None = None,
         loss_mask_BT: Tensor | None = None,
+        document_lengths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Predict, or score a prediction; collective over tp and cp.
 
@@ -171,6 +178,10 @@ class LanguageModel(ParallelModule):
             tokens_BT: Token ids, at most ``max_sequence_length`` of them a row.
             labels_BT: The token that follows each; valid ids at masked places too.
             loss_mask_BT: 1 where a label counts, 0 where not; None counts all.
+            document_lengths: Of each row the tokens of each document in it, on the host, alike on
+                the ranks of tp and cp: ``[[3, 5], [8]]`` for rows of 8. Tokens then see those of
+                their own document alone, at the positions that they have there. None takes a row
+                for one document.
 
         Returns:
             Logits (B, T, V) without labels; with labels the mean loss over the unmasked tokens, a
@@ -178,7 +189,8 @@ class LanguageModel(ParallelModule):
             the output layer copies what it keeps.
 
         Raises:
-            ValueError: The rows are longer than the model's longest sequence.
+            ValueError: The rows are longer than the model's longest sequence, or the documents do
+                not fill them.
         """
         num_positions = tokens_BT.shape[1]
         if num_positions > self.config.max_sequence_length:
@@ -190,25 +202,19 @@ class LanguageModel(ParallelModule):
                     hint="Cut the sequence, or raise max_sequence_length in the model's config",
                 )
             )
-        cp_group = self.cp_group
         num_padded = -num_positions % self._length_unit()
+        documents = self._documents(document_lengths, tokens_BT, num_padded)
         if num_padded:
             tokens_BT = F.pad(tokens_BT, (0, num_padded))
-        rotary_TR = None
-        if self.config.has_rotary_positions:
-            rotary_TR = rotary_table(
-                num_positions + num_padded,
-                self.config.rotary_dim,
-                self.config.rope_theta,
-                device=tokens_BT.device,
-            )
+        rotary_TR = self._rotary_table(tokens_BT, documents)
+        cp_group = self.cp_group
         if cp_group is not None:
             tokens_BT = own_part(tokens_BT, cp_group, dim=1)
-            rotary_TR = None if rotary_TR is None else own_part(rotary_TR, cp_group, dim=0)
         batch = None
         if self.config.has_experts:
             batch = RoutedBatch(self._padding_of(tokens_BT, num_padded))
-        x_BTH = self.decoder(self.embedding(tokens_BT), rotary_TR, batch)
+        x_BTH = self.embedding(tokens_BT, documents)
+        x_BTH = self.decoder(x_BTH, rotary_TR, batch, documents)
         logits_BTV = self.output_layer(x_BTH)
         if labels_BT is None:
             logits_BTV = self._whole(logits_BTV)
@@ -221,6 +227,38 @@ class LanguageModel(ParallelModule):
         # Asked first: routers are looked for in all modules.
         has_auxiliary_loss = self.config.router_balance == "aux_loss"
         return scale_auxiliary_losses(loss, self) if has_auxiliary_loss else loss
+
+    def _documents(
+        self, lengths: Sequence[Sequence[int]] | None, tokens_BT: Tensor, num_padded: int
+    ) -> Documents | None:
+        """Return the documents of the rows with their padding; None where none are told apart."""
+        if lengths is None:
+            return None
+        documents, where = (
+            Documents(lengths),
+            "the document_lengths given to LanguageModel.forward()",
+        )
+        documents.check(*tokens_BT.shape, where=where)
+        return documents.padded(num_padded) if num_padded else documents
+
+    def _rotary_table(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor | None:
+        """Return the rotations of this rank's tokens: (T, R), or with documents (B, T, R).
+
+        Args:
+            tokens_BT: All, with padding.
+            documents: Those of the rows.
+        """
+        if not self.config.has_rotary_positions:
+            return None
+        rotary_TR = rotary_table(
+            tokens_BT.shape[1],
+            self.config.rotary_dim,
+            self.config.rope_theta,
+            device=tokens_BT.device,
+        )
+        if documents is not None:
+            rotary_TR = documents.begin_anew(rotary_TR)
+        return rotary_TR if self.cp_group is None else own_part(rotary_TR, self.cp_group, dim=-2)
 
     def _padding_of(self, tokens_BT: Tensor, num_padded: int) -> Tensor | None:
         """Return which of this rank's tokens, row after row, are padding; None without any.

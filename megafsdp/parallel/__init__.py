@@ -2,13 +2,15 @@
 
 Megatron's layers: linear maps by columns and rows, a word embedding and an output layer by the
 vocabulary, norms that know of a cut sequence, and the loss of a cut vocabulary; routers and stacks
-of experts, which ranks share out; what ranks of context parallelism exchange. Without a mesh they
-are plain layers. They work under this package's ``fully_shard``, under torch's, and alone. Nothing
-here shards over data-parallel ranks, and nothing imports models.
+of experts, which ranks share out; what ranks of context parallelism exchange, and documents that
+lie in one sequence. Without a mesh they are plain layers. They work under this package's
+``fully_shard``, under torch's, and alone. Nothing here shards over data-parallel ranks, and nothing
+imports models.
 
 Read first: layer.py, then linear.py; of experts dispatch.py; of sequences context.py.
 """
 
+from megafsdp.parallel.documents import Documents
 from megafsdp.parallel.embedding import PositionEmbedding, VocabParallelEmbedding
 from megafsdp.parallel.experts import GroupedExperts, GroupedLinear
 from megafsdp.parallel.layer import ParallelModule
@@ -28,6 +30,7 @@ from megafsdp.parallel.router import (
 )
 
 __all__ = [
+    "Documents",
     "GroupedExperts",
     "GroupedLinear",
     "LayerNorm",

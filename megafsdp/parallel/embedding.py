@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.mesh.annotation import ParameterAnnotation
 from megafsdp.parallel.context import own_part
+from megafsdp.parallel.documents import Documents
 from megafsdp.parallel.layer import ParallelModule
 from megafsdp.parallel.mappings import reduce_from_tp, reduce_scatter_sequence
 
@@ -107,18 +108,25 @@ class PositionEmbedding(ParallelModule):
         """Draw the table from a normal distribution."""
         nn.init.normal_(whole, std=self.init_std)
 
-    def forward(self, num_tokens: int) -> Tensor:
-        """Look up the positions of ``num_tokens`` tokens as (T, H), or this rank's part of them.
+    def forward(self, num_tokens: int, documents: Documents | None = None) -> Tensor:
+        """Look up the positions of ``num_tokens`` tokens, or this rank's part of them.
 
         Args:
             num_tokens: Those of a sequence, or of the part that its rank of cp has.
+            documents: Those of the whole sequences of a batch, each of which begins at position 0;
+                None for one a sequence.
+
+        Returns:
+            (T, H), which all sequences share, or with documents (B, T, H).
         """
         group, context, weight = self.tp_group, self.cp_group, self._localized("weight")
         num_positions = num_tokens * (1 if context is None else context.size())
-        positions_T = torch.arange(num_positions, device=weight.device)
+        positions = torch.arange(num_positions, device=weight.device)
+        if documents is not None:
+            positions = documents.begin_anew(positions)
         if context is not None:
-            positions_T = own_part(positions_T, context, dim=0)
+            positions = own_part(positions, context, dim=-1)
         if group is not None and self.sequence_parallel:
-            positions_T = positions_T.chunk(group.size())[group.rank()]
+            positions = positions.chunk(group.size(), dim=-1)[group.rank()]
         # A sequence padded to what tp and cp divide may be longer than the table.
-        return F.embedding(positions_T.clamp_(max=weight.shape[0] - 1), weight)
+        return F.embedding(positions.clamp_(max=weight.shape[0] - 1), weight)

@@ -118,6 +118,8 @@ def _parts(
         check_vocabulary(indexed, vocab_size)
         if tokenizer is not None:
             _check_tokenizer(indexed, tokenizer, config.tokenizer)
+            if config.data.document_mask:
+                _check_end_of_document(indexed, tokenizer, config.tokenizer)
         return indexed
 
     data = config.data
@@ -183,6 +185,23 @@ def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | 
         f"the tokenizer of the data, where '{spec}' has {tokenizer.vocab_size} tokens",
         f"token {largest} in file '{indexed.data_path}'",
         "Set it to the tokenizer that the data was prepared with, or to null",
+    )
+
+
+def _check_end_of_document(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | None) -> None:
+    """Refuse a file whose documents could not be told apart, by its first one."""
+    lengths, ends = indexed.sequence_lengths, indexed.document_boundaries[1:]
+    last = next((int(end) - 1 for end in ends if end and lengths[end - 1]), None)
+    if last is None:
+        return
+    (token,) = indexed.slice_of(last, int(lengths[last]) - 1, 1).tolist()
+    require(
+        token == tokenizer.eod,
+        "data.document_mask",
+        f"documents that end with token {tokenizer.eod}, the end-of-document token of '{spec}'",
+        f"token {token} at the end of a document of file '{indexed.data_path}'",
+        "Prepare the data with it (megafsdp prep, or Megatron-LM's --append-eod), or set"
+        " data.document_mask to false",
     )
 
 

@@ -422,7 +422,9 @@ def _read_data(
         RuntimeError: Another rank cannot.
     """
 
-    def loader(samples: SampleSource, *, pad_last: bool = False) -> Loader:
+    def loader(
+        samples: SampleSource, end_of_document: int | None, *, pad_last: bool = False
+    ) -> Loader:
         return Loader(
             samples,
             global_batch_size=config.train.global_batch_size,
@@ -431,6 +433,7 @@ def _read_data(
             dp_size=meshes.data_size,
             pin_memory=world.device.type == "cuda",
             pad_last=pad_last,
+            end_of_document=end_of_document,
         )
 
     def read() -> tuple[_RunData, dict[str, str]]:
@@ -442,9 +445,10 @@ def _read_data(
         datasets = build_datasets(
             config, vocab_size=vocab_size, tokenizer=tokenizer, num_samples=num_samples
         )
+        end = None if tokenizer is None or not config.data.document_mask else tokenizer.eod
         validation = datasets.validation
-        held_out = None if validation is None else loader(validation, pad_last=True)
-        data = _RunData(loader(datasets.train), held_out, tokenizer, datasets.order)
+        held_out = None if validation is None else loader(validation, end, pad_last=True)
+        data = _RunData(loader(datasets.train, end), held_out, tokenizer, datasets.order)
         return data, datasets.fingerprints
 
     found, error = attempt(read)

@@ -95,6 +95,35 @@ def test_short_tail_is_masked() -> None:
     assert batch.loss_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
+class _Ended(_Numbered):
+    """Tokens that are 3 above a multiple of 10, and all of sample 1, end a document."""
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        tokens = super().__getitem__(sample)
+        return np.where((tokens % 10 == 1) | (sample == 1), 3, tokens)
+
+
+def test_documents_of_a_row_end_with_their_token() -> None:
+    """Its last token ends none that a next could follow, and padding belongs to the last."""
+    (plain,) = _loaders(1, dataset=_Numbered(2), batch=2, micro=2)
+    assert plain.step_batch(0)[0].document_lengths is None
+    loader = Loader(
+        _Ended(3, tail=3),
+        global_batch_size=4,
+        micro_batch_size=4,
+        dp_rank=0,
+        dp_size=1,
+        pad_last=True,
+        end_of_document=3,
+    )
+    (batch,) = loader.step_batch(0)
+    # The third is short, the fourth padding alone.
+    assert batch.tokens.tolist() == [[0, 3, 2, 3], [3] * 4, [20, 3, 22, 0], [0] * 4]
+    assert batch.document_lengths == [[2, 2], [1] * 4, [2, 2], [4]]
+    *tensors, lengths = batch.to(torch.device("cpu"))
+    assert len(tensors) == 3 and lengths == batch.document_lengths
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_padded_evaluation_sees_every_sample_once(dp_size: int) -> None:
     """With pad_last the incomplete global batch ends in masked rows without an id."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.models.causal_attention import attend_to_end, causal_attention
+from megafsdp.parallel import Documents
 
 
 class _DtypesOfKernels(TorchDispatchMode):
@@ -87,6 +88,23 @@ def test_the_last_queries_see_all_before_them(
     copies = [t.detach().clone().requires_grad_() for t in inputs]
     output, wanted = attend_to_end(*inputs), _attend_naively(*copies)
     _check(output, wanted, inputs, copies)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_attend_by_themselves(device: str, dtype: torch.dtype) -> None:
+    """With the values and gradients of the naive formula on each."""
+    lengths = [[1, 9, 14], [24]]
+    inputs = [t.detach().to(device).requires_grad_() for t in _inputs(dtype, 24, 2)]
+    copies = [t.detach().clone().requires_grad_() for t in inputs]
+    output = causal_attention(*inputs, documents=Documents(lengths))
+    rows = []
+    for row, of_row in enumerate(lengths):
+        pieces = zip(*(t[row : row + 1].split(of_row, dim=2) for t in copies), strict=True)
+        rows.append(torch.cat([_attend_naively(*piece) for piece in pieces], dim=2))
+    _check(output, torch.cat(rows), inputs, copies)
+    with pytest.raises(ValueError, match=r"2 rows.*a sum of 24, got \[\[24\], \[25\]\]"):
+        causal_attention(*inputs, documents=Documents([[24], [25]]))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.mesh.annotation import ParameterAnnotation
 from megafsdp.mesh.model_part import part_of
 from megafsdp.models import ModelConfig, TransformerLayer, build_model
+from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.parallel import ParallelModule
 
@@ -42,6 +43,18 @@ MOE = dataclasses.replace(
     num_experts=4,
     num_experts_per_token=2,
     moe_ffn_hidden_size=12,
+)
+NEXT = dataclasses.replace(
+    MOE,
+    architecture="qwen3_next",
+    shared_expert_ffn_hidden_size=6,
+    layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
+    linear_num_key_heads=12,
+    linear_num_value_heads=24,
+    linear_key_head_dim=4,
+    linear_value_head_dim=2,
+    rotary_fraction=0.5,
+    norm_eps=0.1,
 )
 # Tied and untied, each architecture once.
 CONFIGS = {"qwen3": CONFIG, "gpt": GPT, "llama": LLAMA}

@@ -20,7 +20,7 @@ from megafsdp.buffer.comm.trace import record_collectives
 from megafsdp.models import ActivationCheckpointing, TransformerLayer, sample
 from megafsdp.models.causal_attention import causal_attention
 from megafsdp.models.common import rotary_table
-from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION
+from megafsdp.models.config import FULL_ATTENTION
 from megafsdp.parallel import parallelize
 from megafsdp.parallel.context import (
     heads_of,
@@ -30,21 +30,9 @@ from megafsdp.parallel.context import (
     whole_logits,
     whole_sequence,
 )
-from tests.parallel.cases import CONFIG, CONFIGS, MOE, batch_of, build, wholes
+from tests.parallel.cases import CONFIG, CONFIGS, MOE, NEXT, batch_of, build, wholes
 from tests.ranks import Ranks
 
-NEXT = dataclasses.replace(
-    MOE,
-    architecture="qwen3_next",
-    shared_expert_ffn_hidden_size=6,
-    layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
-    linear_num_key_heads=12,
-    linear_num_value_heads=24,
-    linear_key_head_dim=4,
-    linear_value_head_dim=2,
-    rotary_fraction=0.5,
-    norm_eps=0.1,
-)
 THREE_HEADS = dataclasses.replace(CONFIG, num_attention_heads=3, num_query_groups=3)
 MODELS = CONFIGS | {"qwen3_moe": MOE, "qwen3_next": NEXT, "three_heads": THREE_HEADS}
 close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -151,6 +139,7 @@ def _equals_one_process(
 ) -> None:
     reference = build(MODELS[name], dtype).to(device)
     model = copy.deepcopy(reference)
+    lengths = options.pop("document_lengths", None)
     meshes = dims.build(device)
     parallelize(model, meshes)
     if "activation_checkpointing" in options:
@@ -159,6 +148,10 @@ def _equals_one_process(
         model, [TransformerLayer], mesh=meshes.data, expert_mesh=meshes.experts, **options
     )
     tokens, labels, mask = (x.to(device) for x in batch_of(4, length))
+    of_rank = [None] * meshes.data_size
+    if lengths is not None:
+        rows = 4 // meshes.data_size
+        of_rank = [lengths[rows * r : rows * (r + 1)] for r in range(meshes.data_size)]
     near = close if dtype == torch.float64 else _close_on_cuda
     # Another number in each row, and none in one of the ranks' parts.
     mask[0, : length // 2] = 0
@@ -168,11 +161,14 @@ def _equals_one_process(
             for x in (tokens, labels, masked)
         ]
         expected = [
-            reference(*(x if x is None else x.chunk(meshes.data_size)[r] for x in whole))
+            reference(
+                *(x if x is None else x.chunk(meshes.data_size)[r] for x in whole),
+                document_lengths=of_rank[r],
+            )
             for r in range(meshes.data_size)
             for whole in [(tokens, labels, masked)]
         ]
-        loss = model(*own)
+        loss = model(*own, document_lengths=of_rank[meshes.data_rank])
         near(loss, expected[meshes.data_rank])
         loss.backward()
         torch.stack(expected).mean().backward()
@@ -201,6 +197,20 @@ CASES: list[tuple[str, ParallelDims, int, dict[str, Any]]] = [
     ("qwen3_moe", ParallelDims(cp=2, tp=2, ep=4), 8, {"strategy": "no_shard"}),
     ("qwen3_next", CP2, 8, {"activation_checkpointing": ActivationCheckpointing("full")}),
     ("qwen3_next", CP2, 8, {"activation_checkpointing": ActivationCheckpointing("selective")}),
+    # Documents that end within a chunk, at its end, and in a chunk of another rank.
+    ("gpt", CP2, 7, {"document_lengths": [[3, 4], [7], [1, 1, 5], [2, 2, 3]]}),
+    ("gpt", ParallelDims(tp=2), 7, {"document_lengths": [[3, 4], [7], [1, 1, 5], [2, 2, 3]]}),
+    ("three_heads", ParallelDims(cp=3), 8, {"document_lengths": [[3, 5], [8], [1] * 8, [7, 1]]}),
+    ("qwen3_next", TP2_CP2, 8, {"document_lengths": [[3, 5], [8], [4, 1, 3], [2, 6]]}),
+    (
+        "qwen3_next",
+        ParallelDims(dp_shard=2, cp=2),
+        7,
+        {
+            "document_lengths": [[3, 4], [7], [1, 1, 5], [2, 2, 3]],
+            "activation_checkpointing": ActivationCheckpointing("full"),
+        },
+    ),
 ]
 
 

@@ -177,3 +177,19 @@ def test_tokenizer_of_other_data_is_refused(tmp_path: Path) -> None:
     build_datasets(config, vocab_size=1024)
     with pytest.raises(ConfigError, match=r"token 999 in file .*data\.tokenizer"):
         build_datasets(config, vocab_size=1024, tokenizer=ByteTokenizer())
+
+
+def test_documents_without_their_last_token_are_not_told_apart(tmp_path: Path) -> None:
+    """Refused by the first document that has tokens; files that end with the token are read."""
+    write_corpus(tmp_path)
+    config = tiny(tmp_path, data={"document_mask": True})
+    found = r"that end with token 256, .*'byte', got token 255 .* of file '.*train.bin'"
+    with pytest.raises(ConfigError, match=found):
+        build_datasets(config, vocab_size=320, tokenizer=ByteTokenizer())
+    write_corpus(tmp_path, largest=256)
+    with IndexedDatasetWriter(tmp_path / "more", "<u2") as writer:
+        writer.add_document([])
+        writer.add_document([1, 2, 256])
+    for prefixes in (config.data.train, [str(tmp_path / "more")]):
+        config = tiny(tmp_path, data={"document_mask": True, "train": prefixes})
+        build_datasets(config, vocab_size=320, tokenizer=ByteTokenizer())

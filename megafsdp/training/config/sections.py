@@ -204,6 +204,8 @@ class DataSection:
         tokenizer: "byte", the path of a tokenizers JSON file or its folder, or "auto" for that of
             model.from_hf, else byte; for bits per byte and text samples. null does without.
         sequence_length: Tokens in a sample.
+        document_mask: Tokens see those of their own document alone, at the positions that they
+            have in it. Documents end with the tokenizer's end-of-document token.
         seed: Seed of the order of samples.
         num_samples: Length that the order of samples is made for; null for the length of the run.
             Set it to the longest run you plan: another length gives another order.
@@ -216,6 +218,7 @@ class DataSection:
     split: str | None = None
     tokenizer: str | None = AUTO_TOKENIZER
     sequence_length: PositiveInt = 1024
+    document_mask: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     num_samples: PositiveInt | None = None
     cache: str | None = None

@@ -462,6 +462,13 @@ def _check_data(data: DataSection, model: ModelConfig) -> None:
     if data.split is not None:
         split_shares(data.split)
     require(
+        not data.document_mask or data.tokenizer is not None,
+        "data.document_mask",
+        "a tokenizer, whose end-of-document token ends documents",
+        "data.tokenizer null",
+        "Set data.tokenizer to the one of the data, or data.document_mask to false",
+    )
+    require(
         data.sequence_length <= model.max_sequence_length,
         "data.sequence_length",
         f"at most the model's max_sequence_length, {model.max_sequence_length}",

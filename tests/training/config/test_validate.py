@@ -33,6 +33,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("data", {"validation": [], "split": "all"}, "data.split"),
         ("data", {"sequence_length": 17}, "max_sequence_length, 16"),
         ("data", {"sequence_length": 0}, "data.sequence_length"),
+        ("data", {"document_mask": True, "tokenizer": None}, "a tokenizer, whose end-of-document"),
         ("optimizer", {"lr": 0.0}, "optimizer.lr"),
         ("optimizer", {"lr": float("inf")}, "optimizer.lr"),
         ("optimizer", {"betas": [0.9, 1.0]}, "optimizer.betas"),
