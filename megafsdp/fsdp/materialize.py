@@ -163,7 +163,7 @@ class _Managed:
             record.shape.numel(),
             record.dtype,
             device=self.group.device,
-            ledger=self.group.ledger,
+            ledger=self.group.buffers.ledger,
             category=Category.UNSHARDED,
         )
         full = self.storage.tensor.view(record.shape)

@@ -58,7 +58,7 @@ class CastWeight(GatheredWeight):
         self._host_weight = host_weight
         is_same = dtype == main_weight.flat.dtype and host_weight is None
         # Forward may read what the optimizer writes where that is the whole: one buffer less.
-        is_main = is_same and (axes.is_alone or not axes.is_sharded)
+        is_main = is_same and axes.has_whole
         is_gathered = axes.is_sharded and not is_main
         is_persistent = stays_gathered or not is_gathered
         buffers = WeightBuffers(main_weight, axes, dtype, device=device, ledger=ledger)

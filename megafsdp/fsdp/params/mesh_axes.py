@@ -67,9 +67,9 @@ class DataParallelAxes:
         return self.shard >= 0
 
     @property
-    def is_alone(self) -> bool:
-        """Return whether this rank has all that its group gathers: nothing is exchanged for it."""
-        return self.group.size() == 1 and not self.is_divided
+    def has_whole(self) -> bool:
+        """Return whether this rank has the whole main weight: nothing is gathered for it."""
+        return not self.is_sharded or (self.group.size() == 1 and not self.is_divided)
 
     @property
     def num_pieces(self) -> int:

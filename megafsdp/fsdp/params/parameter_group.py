@@ -54,7 +54,7 @@ from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten
 from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
 from megafsdp.buffer.planner import plan_layout
-from megafsdp.device.memory import ByteLedger, Category
+from megafsdp.device.memory import Category
 from megafsdp.device.streams import device_handle
 from megafsdp.device.torch_private import run_truncated_normal, sum_of_versions
 from megafsdp.fsdp.params.cast_weight import CastWeight
@@ -229,8 +229,9 @@ class ParameterGroup:
             for owner, attribute in p.living_owners()
         ]
         # Writes through a parameter or its .data bump its own version, loads the local tensor's,
-        # those of local_parameters() the buffer's.
-        self._written = [self.main_weight.flat, *local_tensors, *(p.sharded for p in parameters)]
+        # which may be the buffer's, those of local_parameters() the buffer's.
+        counted = local_tensors if self.axes.has_whole else []
+        self._written = [self.main_weight.flat, *counted, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
         # Making the unsharded parameters took memory; it is not needed until the first gather.
@@ -259,11 +260,6 @@ class ParameterGroup:
         """Return the device on which forward and backward run."""
         return self.buffers.device
 
-    @property
-    def ledger(self) -> ByteLedger:
-        """Return the ledger of bytes on the device."""
-        return self.buffers.ledger
-
     def new_state_buffer(self, dtype: torch.dtype) -> DBuffer:
         """Allocate a state of the optimizer: where the main weight is; its content is undefined."""
         return self.buffers.new_beside_main_weight(
@@ -284,7 +280,7 @@ class ParameterGroup:
                 axes=self.axes,
                 stays_gathered=stays_gathered,
                 device=self.device,
-                ledger=self.ledger,
+                ledger=self.buffers.ledger,
             )
         host_weight = None
         if host is not None:
@@ -296,7 +292,7 @@ class ParameterGroup:
             axes=self.axes,
             stays_gathered=stays_gathered,
             device=self.device,
-            ledger=self.ledger,
+            ledger=self.buffers.ledger,
             host_weight=host_weight,
         )
 
@@ -379,7 +375,10 @@ class ParameterGroup:
     def _make_parameters(self, index: int, original: nn.Parameter) -> None:
         parameter = self.parameters[index]
         parameter.dtype = original.dtype
-        local = self.main_weight.tensor(index).data
+        local = self.main_weight.tensor(index)
+        if self.axes.has_whole:
+            # Views of the buffer share one count of writes: this parameter gets its own.
+            local = local.data
         # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))

@@ -63,7 +63,7 @@ def _refresh_together(
         sum(sizes),
         torch.int32,
         device=owner.device,
-        ledger=owner.ledger,
+        ledger=owner.buffers.ledger,
         category=Category.SCALES,
     )
     # As bit patterns: every backend takes the largest of integers, while of numbers some lose a

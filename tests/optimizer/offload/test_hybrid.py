@@ -167,7 +167,7 @@ def test_closures_are_called_and_overflows_skip_the_step(ranks: Ranks) -> None:
 def _memory() -> None:
     net = make_net(Case())
     groups = groups_of(net.parameters())
-    ledgers = list({id(g.ledger): g.ledger for g in groups}.values())
+    ledgers = list({id(g.buffers.ledger): g.buffers.ledger for g in groups}.values())
     whole = sum(ledger.total for ledger in ledgers)
     optimizer = make_optimizer(net, Case(1.0))
     assert isinstance(optimizer, HybridDeviceOptimizer)
