@@ -210,7 +210,7 @@ class GroupPlan:
         grads: torch.Tensor,
         states_by_parameter: dict[torch.Tensor, dict[str, Any]],
     ) -> list[int] | None:
-        """Return the parameters in one group's flat buffers, and give them states; local.
+        """Return the parameters in one group's flat buffers, whose states are brought there; local.
 
         Args:
             states: The group's flat states.
@@ -227,7 +227,10 @@ class GroupPlan:
                 buffer = members.common_buffer(read_grads(members.parameters, "grad"))
                 if buffer is None or buffer.flat is not grads:
                     return None
-                members.prepare(states_by_parameter, self._store)
+                # Missing states begin at zero and are not shown: the step may not come, and other
+                # ranks may not have asked.
+                shown = {p: states_by_parameter.get(p) or {} for p in members.parameters}
+                members.prepare(shown, self._store)
                 found += members.indices
         return found
 

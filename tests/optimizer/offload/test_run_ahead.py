@@ -340,6 +340,28 @@ def test_loss_scales_and_overflows_change_no_bit(ranks: Ranks, unscales: bool) -
         assert (counts.committed > 0) == (counts.replayed > 0) == (not unscales)
 
 
+def _num_states_after_a_skipped_step() -> tuple[int, int]:
+    """Return how many parameters have states after a first step that is skipped, and the next."""
+    case = Case(1.0, max_grad_norm=100.0, speculate=True)
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    scaler, numbers = LossScaler(ScaleRule(1.0)), []
+    for factor in (math.inf, 1.0):
+        with microbatch(net, is_last=True):
+            scaler.scale(net(*mine(batches(1)[0])) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        numbers.append(len(optimizer.state))
+        optimizer.zero_grad()
+    return numbers[0], numbers[1]
+
+
+def test_a_step_that_does_not_come_makes_no_states(ranks: Ranks) -> None:
+    """A rank that saw the overflow earlier began nothing, and a save wants the same on all."""
+    num_parameters = len(list(Net(3).parameters()))
+    assert ranks(2).run(_num_states_after_a_skipped_step) == [(0, num_parameters)] * 2
+
+
 def _sums_are_made_once() -> tuple[int, int]:
     """Return how often gradients are squared and summed in a step that is handed over, and not."""
     case = Case(1.0, max_grad_norm=100.0, speculate=True)
