@@ -275,9 +275,9 @@ def mark_main_weights_changed(
 
     Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
     sharded parameters are noticed. Needed after writes to ``.local`` or ``to_local()``, which ranks
-    without rows do not make, and after writes to ``no_shard`` parameters whose compute weights have
-    another dtype, of which torch does not count all. Under delayed scaling, histories of weights
-    with another maximum begin anew.
+    without rows do not make, and after writes to ``no_shard`` parameters that are on the host or
+    whose compute weights have another dtype, of which torch does not count all. Under delayed
+    scaling, histories of weights with another maximum begin anew.
 
     Args:
         module: A module with units below it.
