@@ -194,7 +194,8 @@ class FusedAdam(Optimizer):
         options = {name: getattr(self, name) for name in _COPIED}
         # As in a state dict: the copy brings them into flat buffers of its own.
         state = defaultdict(dict, {p: self._portable_state(p) for p in self.state})
-        stored = (self._store.dtypes, self._store.has_remainders)
+        store = self._store
+        stored = (store.dtypes, store.has_remainders, store.remainders())
         return {**super().__getstate__(), **options, "state": state, "_stored": stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,10 +203,11 @@ class FusedAdam(Optimizer):
         # torch calls it for a copy, with all attributes, and for a load, with groups and states.
         own = dict(state)
         if "_stored" in own:
-            dtypes, has_remainders = own.pop("_stored")
-            own["_store"] = StateStore(
+            dtypes, has_remainders, remainders = own.pop("_stored")
+            own["_store"] = store = StateStore(
                 dtypes, has_remainders=has_remainders, counts_on_device=own["capturable"]
             )
+            store.add_remainders(remainders)
             own |= {"_plans": {}, "_measured": None, "_device_flag": None, "_queued": None}
         super().__setstate__(own)
         # Only now: before, the base class has not set the parameter groups.
@@ -303,7 +305,7 @@ class FusedAdam(Optimizer):
                 loss = closure()
         # The host reads it here and may skip the step whole; a capture leaves it on the device.
         found_inf = self._of_scaler("found_inf")
-        if found_inf is not None and not self.capturable and bool(found_inf.item()):
+        if found_inf is not None and not self.capturable and bool(found_inf):
             return loss
         if not self.capturable:
             # Raises for numbers without meaning before anything is stepped.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -142,6 +142,14 @@ class StateStore:
         if state.get(REMAINDER) is not None:
             return state[REMAINDER]
         return self._remainders.get(parameter)
+
+    def remainders(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the remainder of each parameter that has one, with or without states; local."""
+        return dict(self._remainders.items())
+
+    def add_remainders(self, remainders: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take over :meth:`remainders` of another store, with this one's parameters; local."""
+        self._remainders.update(remainders)
 
     def forget_remainders(self) -> None:
         """Begin the remainders of parameters without states at zero; local."""

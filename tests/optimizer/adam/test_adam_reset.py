@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +175,27 @@ def test_dropped_states_of_plain_parameters_begin_at_zero(kind: str) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         wanted = own.get_unscaled_state(other, name)
         assert torch.equal(optimizer.get_unscaled_state(weight, name), wanted)
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("is_cleared_before", [False, True])
+def test_a_copy_whose_states_were_dropped_keeps_remainders(
+    copies: Callable[[FusedAdam], FusedAdam], is_cleared_before: bool
+) -> None:
+    """Dropped in the original, or in the copy before its first step."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(40, 30, dtype=BF16))
+    optimizer = FusedAdam([weight], store_param_remainders=True)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    before = optimizer.canonical_weight(weight).clone()
+    assert not torch.equal(before, weight.float())
+    if is_cleared_before:
+        optimizer.state.clear()
+    copied = copies(optimizer)
+    copied.state.clear()
+    (own,) = copied.param_groups[0]["params"]
+    assert torch.equal(copied.canonical_weight(own), before)
 
 
 def test_a_load_that_leaves_the_model_alone_keeps_remainders(tmp_path: Path) -> None:

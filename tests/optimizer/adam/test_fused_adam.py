@@ -377,6 +377,21 @@ def test_torchs_gradient_scaler_unscales_inside_the_step(ranks: Ranks) -> None:
     ranks(2).run(_scales_with_torch)
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("capturable", [False, True])
+def test_torchs_gradient_scaler_steps_an_optimizer_without_gradients(capturable: bool) -> None:
+    """As a discriminator's, whose turn it is not; torch's fused AdamW takes it too."""
+    used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = [FusedAdam([p], lr=0.5, capturable=capturable) for p in (used, unused)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(used.sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.allclose(used, torch.full((3,), 0.5))
+    assert torch.equal(unused, torch.ones(3))
+
+
 def _unlike() -> list[tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     shapes = [(7, 5), (4,), (), (3, 2, 2)]
