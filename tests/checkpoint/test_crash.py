@@ -146,3 +146,18 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
     _save_steps(tmp_path, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
     assert on_disk.published_steps(tmp_path) == [3, 5, 6, 9]
     assert latest_step(tmp_path) == 6
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_that_cannot_look_for_old_checkpoints_is_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_background: bool
+) -> None:
+    """As a network file system may answer after the tracker was moved; the next save retires."""
+    _save_steps(tmp_path, [1])
+    with mock.patch.object(on_disk, "published_steps", side_effect=OSError("stale file handle")):
+        _save_steps(tmp_path, [2], in_background=in_background, keep_last=1)
+    assert "old checkpoints stay" in caplog.text and "stale file handle" in caplog.text
+    assert latest_step(tmp_path) == 2
+    assert on_disk.published_steps(tmp_path) == [1, 2]
+    _save_steps(tmp_path, [3], keep_last=1)
+    assert on_disk.published_steps(tmp_path) == [3]

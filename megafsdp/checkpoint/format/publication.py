@@ -6,6 +6,7 @@ prepare, write files, describe, publish, prune, and discard where it fails.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,8 @@ from megafsdp.checkpoint.format.save_root import Draft
 from megafsdp.checkpoint.format.store_root import StoreSaves
 from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.storage.store_path import StorePath
+
+_LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 class Saves(Protocol):
@@ -80,10 +83,15 @@ class DiskSaves:
             save_root.remove(_on_disk(draft))
 
     def prune(self, *, keep_last: int | None, keep_every: int | None) -> list[int]:
-        """Rename old directories away, then remove them."""
-        return save_root.prune(
-            self.root, keep_last=keep_last, keep_every=keep_every, retire=save_root.retire
-        )
+        """Rename old directories away, then remove them; warn of what stays."""
+        try:
+            return save_root.prune(
+                self.root, keep_last=keep_last, keep_every=keep_every, retire=save_root.retire
+            )
+        except OSError as error:
+            # The save is published: it must not fail by what is done after it.
+            _LOGGER.warning("old checkpoints stay in '%s': %s", self.root, error)
+            return []
 
     def clear(self) -> None:
         """Remove the tracker, then rename each directory away and remove it."""
