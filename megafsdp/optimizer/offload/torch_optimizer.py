@@ -70,14 +70,20 @@ class HostOptimizer:
         return id(parameter) in self.plain
 
     def hyperparameters(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the hyperparameters that a step copies from the parameter groups users see."""
+        """Return what a step copies from the parameter groups users see, and take their members."""
+        groups = self.optimizer.param_groups
+        # Users may move parameters between groups, and add and drop groups, between steps.
+        groups += [dict(self.optimizer.defaults) for _ in param_groups[len(groups) :]]
+        del groups[len(param_groups) :]
+        for group, own in zip(param_groups, groups, strict=True):
+            own["params"] = [self.plain[id(p)] for p in group["params"] if self.steps(p)]
         return [
             {
                 name: _unchanging(group[name])
                 for name in self._followed
                 if name in own and name in group
             }
-            for group, own in zip(param_groups, self.optimizer.param_groups, strict=False)
+            for group, own in zip(param_groups, groups, strict=True)
         ]
 
     def shown_state(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -89,6 +89,32 @@ def test_clipping_is_by_the_norm_of_all_gradients(ranks: Ranks) -> None:
     ranks(2).run(_trains_alike, "sgd", True)
 
 
+def _follows_groups(kind: str) -> None:
+    nets = make_net(_SMALL), make_net(_SMALL)
+    whole, hybrid = _whole(nets[0], kind), _hybrid(nets[1], kind)
+    for seed in range(4):
+        for net, optimizer in zip(nets, (whole, hybrid), strict=True):
+            groups = optimizer.param_groups
+            if seed == 1:
+                groups[1]["params"].append(groups[0]["params"].pop())
+            elif seed == 2:
+                groups.append({**groups[0], "params": [groups[0]["params"].pop(0)], "lr": 0.1})
+            elif seed == 3:
+                groups[1]["params"] += groups.pop(0)["params"]
+            backward(net, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    hybrid.synchronize()
+    for (name, a), b in zip(nets[1].named_parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(local_tensor(a), local_tensor(b)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_change_groups_take_their_rates(ranks: Ranks, kind: str) -> None:
+    """Moved to another group and to a new one, and those of a group that was dropped."""
+    ranks(2).run(_follows_groups, kind)
+
+
 def _mixes() -> None:
     """Half by SGD on the host, half by Adam on the device, each as it would step the whole."""
     sgd_net, adam_net, net = (make_net(Case()) for _ in range(3))
