@@ -234,10 +234,8 @@ class LanguageModel(ParallelModule):
         """Return the documents of the rows with their padding; None where none are told apart."""
         if lengths is None:
             return None
-        documents, where = (
-            Documents(lengths),
-            "the document_lengths given to LanguageModel.forward()",
-        )
+        documents = Documents(lengths)
+        where = "the document_lengths given to LanguageModel.forward()"
         documents.check(*tokens_BT.shape, where=where)
         return documents.padded(num_padded) if num_padded else documents
 

@@ -31,8 +31,8 @@ class Documents:
 
     def check(self, num_rows: int, num_tokens: int, *, where: str) -> None:
         """Raise ValueError unless they fill so many rows of so many tokens."""
-        is_filled = [sum(row) == num_tokens and min(row) > 0 for row in self.lengths if row]
-        if is_filled != [True] * num_rows or len(self.lengths) != num_rows:
+        is_filled = [sum(row) == num_tokens and min(row, default=0) > 0 for row in self.lengths]
+        if is_filled != [True] * num_rows:
             raise ValueError(
                 expected(
                     f"{num_rows} rows of lengths of at least 1, each with a sum of {num_tokens}",

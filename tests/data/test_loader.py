@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,7 @@ class _Numbered:
 
 
 def _loaders(
-    dp_size: int, *, dataset: _Numbered, batch: int, micro: int, pad_last: bool = False
+    dp_size: int, *, dataset: _Numbered, batch: int, micro: int, **options: Any
 ) -> list[Loader]:
     return [
         Loader(
@@ -39,7 +41,7 @@ def _loaders(
             micro_batch_size=micro,
             dp_rank=rank,
             dp_size=dp_size,
-            pad_last=pad_last,
+            **options,
         )
         for rank in range(dp_size)
     ]
@@ -107,15 +109,8 @@ def test_documents_of_a_row_end_with_their_token() -> None:
     """Its last token ends none that a next could follow, and padding belongs to the last."""
     (plain,) = _loaders(1, dataset=_Numbered(2), batch=2, micro=2)
     assert plain.step_batch(0)[0].document_lengths is None
-    loader = Loader(
-        _Ended(3, tail=3),
-        global_batch_size=4,
-        micro_batch_size=4,
-        dp_rank=0,
-        dp_size=1,
-        pad_last=True,
-        end_of_document=3,
-    )
+    dataset = _Ended(3, tail=3)
+    (loader,) = _loaders(1, dataset=dataset, batch=4, micro=4, pad_last=True, end_of_document=3)
     (batch,) = loader.step_batch(0)
     # The third is short, the fourth padding alone.
     assert batch.tokens.tolist() == [[0, 3, 2, 3], [3] * 4, [20, 3, 22, 0], [0] * 4]

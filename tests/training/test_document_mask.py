@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafsdp.data import ByteTokenizer
+from megafsdp.data import ByteTokenizer, SampleSource
 from megafsdp.models import build_model
 from megafsdp.training import Config, train
 from megafsdp.training.datasets import build_datasets
@@ -35,12 +35,11 @@ def _losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows(folder) if "loss" in row]
 
 
-def _first_loss(config: Config) -> float:
-    """Compute the first step's loss from each document of its samples by itself."""
+def _loss_alone(config: Config, source: SampleSource, num_samples: int) -> float:
+    """Compute the loss of the first samples with the first weights, from each document alone."""
     model = build_model(config.model.resolve(), seed=config.run.seed)
-    source = build_datasets(config, vocab_size=320, tokenizer=ByteTokenizer()).train
     losses = []
-    for sample in range(config.train.global_batch_size):
+    for sample in range(num_samples):
         tokens = torch.from_numpy(source[sample])
         ends = [0, *((tokens[:-1] == _END).nonzero().flatten() + 1).tolist(), len(tokens) - 1]
         for start, end in pairwise(ends):
@@ -48,7 +47,7 @@ def _first_loss(config: Config) -> float:
                 logits, labels = model(tokens[None, start:end])[0], tokens[start + 1 : end + 1]
                 losses.append(F.cross_entropy(logits, labels, reduction="none"))
     # Documents lie across samples, and several in one.
-    assert len(losses) > config.train.global_batch_size
+    assert len(losses) > num_samples
     return torch.cat(losses).mean().item()
 
 
@@ -70,7 +69,9 @@ def test_the_loss_is_that_of_each_document_by_itself(
         ranks(num_ranks).run(train, config)
         found[name] = _losses(tmp_path / name)
         if name == "one":
-            assert found[name][0] == pytest.approx(_first_loss(config), rel=1e-5)
+            source = build_datasets(config, vocab_size=320, tokenizer=ByteTokenizer()).train
+            wanted = _loss_alone(config, source, config.train.global_batch_size)
+            assert found[name][0] == pytest.approx(wanted, rel=1e-5)
     # fp32 sums in another order over three steps of Adam with eps 1e-5.
     assert found["two"] == pytest.approx(found["one"], rel=1e-5)
     assert found["shared"] == pytest.approx(found["one"], rel=1e-5)
@@ -78,7 +79,19 @@ def test_the_loss_is_that_of_each_document_by_itself(
 
 
 def test_evaluations_tell_documents_apart_too(ranks: Ranks, tmp_path: Path) -> None:
-    """Of a hybrid, whose last rows are padded, on one rank and on two that share layers out."""
+    """Of weights that training has hardly moved: the loss of all held-out documents alone."""
+    write_corpus(tmp_path, largest=_END)
+    config = _run(tmp_path, "one", MODEL, optimizer={"lr": 1e-12})
+    ranks(1).run(train, config)
+    (found,) = [row for row in rows(tmp_path / "one") if "validation_loss" in row]
+    held_out = build_datasets(config, vocab_size=320, tokenizer=ByteTokenizer()).validation
+    assert held_out is not None
+    wanted = _loss_alone(config, held_out, len(held_out))
+    assert found["validation_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_ranks_that_share_a_hybrid_evaluate_it_alike(ranks: Ranks, tmp_path: Path) -> None:
+    """On one rank and on two that share layers and experts out."""
     write_corpus(tmp_path, largest=_END)
     found = []
     for name, num_ranks, parallel in [("one", 1, {}), ("more", 2, {"tp": 2, "ep": 2})]:
