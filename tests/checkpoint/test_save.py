@@ -526,3 +526,34 @@ def test_the_latest_step_is_not_overwritten(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 1
     load(tmp_path, model=model)
     assert torch.equal(model.weight, kept + 1)
+
+
+def test_a_step_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory moved away for a checkpoint that cannot have its name comes back."""
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        save(tmp_path, step=step, model=model)
+    kept = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    rename, refused = Path.rename, []
+
+    def fail_once(path: Path, target: Path) -> Path:
+        if target.name == "iter_0000001" and not refused:
+            refused.append(path)
+            raise OSError("no answer")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(CheckpointError, match="no answer"):
+        save(tmp_path, step=1, model=model)
+    assert len(refused) == 1
+    assert latest_step(tmp_path) == 2
+    load(tmp_path, model=model, step=1)
+    assert torch.equal(model.weight, kept)
+    save(tmp_path, step=3, model=model)
+    assert sorted(path.name for path in tmp_path.glob("*iter_*")) == [
+        f"iter_000000{step}" for step in (1, 2, 3)
+    ]

@@ -237,6 +237,9 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
 
     Returns:
         The published directory.
+
+    Raises:
+        OSError: A name could not be given; the step has the directory it had, if any.
     """
     final = step_directory(root, step)
     sync_directory(temporary)
@@ -245,7 +248,12 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     if replaced is not None:
         final.rename(replaced)
         reached("old directory moved away")
-    temporary.rename(final)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
     reached("renamed")
     sync_directory(root)
     reached("root synced")
