@@ -240,11 +240,13 @@ int64_t emulate_matrix(const CodingNames* names, const int64_t* numbers, const c
             for (int t = 0; t < kTileThreads; ++t) threads.emplace_back(task, item, t);
             const int lanes = static_cast<int>(task.lanes);
             for (int first = 0; first < kTileThreads; first += lanes) {
+              BlockMaxima<Source> maxima = threads[first].maxima();
+              for (int k = first + 1; k < first + lanes; ++k) {
+                const BlockMaxima<Source> others = threads[k].maxima();
+                for (uint32_t w = 0; w < maxima.kWords; ++w) maxima.raise(w, others.words[w]);
+              }
               for (int i = 0; i < kBlockRows; ++i) {
-                uint32_t maximum = 0;
-                for (int k = first; k < first + lanes; ++k) {
-                  maximum = std::max(maximum, threads[k].maximum(task, i));
-                }
+                const uint32_t maximum = maxima.of_row(i, task.dtype);
                 const float factor = threads[first + i % lanes].settle(task, i, maximum);
                 for (int k = first; k < first + lanes; ++k) threads[k].finish(task, i, factor);
               }

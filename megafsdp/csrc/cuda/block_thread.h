@@ -29,6 +29,7 @@ struct BlockTask {
   uint32_t blocks_across;
   // Lanes of a block: a power of two, at most a warp.
   uint32_t lanes;
+  uint32_t lanes_log2;
   // Threads side by side, whole blocks of lanes, and how often.
   uint32_t panel;
   uint32_t num_panels;
@@ -53,6 +54,7 @@ inline BlockTask laid_out_in_blocks(const TileGrid& grid, const void* values, ui
   task.cols = static_cast<uint32_t>(grid.cols);
   task.blocks_across = static_cast<uint32_t>(grid.tiles_across());
   task.lanes = static_cast<uint32_t>(grid.tile_cols / kNeighbours);
+  while ((1u << task.lanes_log2) < task.lanes) ++task.lanes_log2;
   const uint32_t vectors = task.blocks_across * task.lanes;
   task.num_panels = (vectors + kTileThreads - 1) / kTileThreads;
   const uint32_t panel = (vectors + task.num_panels - 1) / task.num_panels;
@@ -65,10 +67,36 @@ inline int64_t num_items_of(const BlockTask& task) {
   return (task.rows + rows_of_item - 1) / rows_of_item * task.num_panels;
 }
 
+// The largest magnitude in each of a thread's rows, of its own values or of its block's.
+template <typename Source>
+struct BlockMaxima {
+  using Largest = LargestOf<Source>;
+  static constexpr uint32_t kWords = kBlockRows / Largest::kOfWord;
+
+  MEGAFSDP_INLINE void raise(uint32_t word, uint32_t others) {
+    words[word] = Largest::larger(words[word], others);
+  }
+
+  // Returns the bits of a row's as a float; of no row, zero.
+  MEGAFSDP_INLINE uint32_t of_row(uint32_t row, Dtype dtype) const {
+    uint32_t word = 0;
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kWords; ++i) {
+      // A mask: of a choice between words the compiler makes an array that it indexes.
+      word |= words[i] & (0u - static_cast<uint32_t>(row / Largest::kOfWord == i));
+    }
+    return Largest::widened(Largest::taken(word, row), dtype);
+  }
+
+  uint32_t words[kWords];
+};
+
 template <typename Element, typename Source>
 class BlockThread {
  public:
-  // Loads a thread's values; those that are beyond the matrix are zero.
+  using Largest = LargestOf<Source>;
+
+  // Loads a thread's values. Of those that are beyond the matrix nothing is written.
   MEGAFSDP_INLINE BlockThread(const BlockTask& task, int64_t item, int thread) {
     const auto number = static_cast<uint32_t>(thread);
     step_ = kTileThreads / task.panel;
@@ -78,27 +106,43 @@ class BlockThread {
     const uint32_t vector = panel * task.panel + number - lane * task.panel;
     row_ = group * kBlockRows * step_ + lane;
     col_ = vector * kNeighbours;
-    is_there_ = lane < step_ && vector < task.blocks_across * task.lanes;
-    MEGAFSDP_UNROLL
-    for (int i = 0; i < kBlockRows; ++i) load_row(task, i);
+    is_there_ = lane < step_ && vector < (task.blocks_across << task.lanes_log2);
+    // One branch for all rows, so that their loads are on their way together: after a branch of its
+    // own each would be waited for before the next one begins.
+    if (is_there_ && is_whole(task)) {
+      MEGAFSDP_UNROLL
+      for (int i = 0; i < kBlockRows; ++i) {
+        const uint32_t row = row_ + i * step_;
+        // Below the matrix the values of its last row.
+        const int64_t first = int64_t{row < task.rows ? row : task.rows - 1} * task.cols + col_;
+        values_[i] = load<Words>(task.values, first / kNeighbours);
+      }
+    } else {
+      MEGAFSDP_UNROLL
+      for (int i = 0; i < kBlockRows; ++i) load_part(task, i);
+    }
   }
 
-  // Returns the largest magnitude of one of the rows.
-  MEGAFSDP_INLINE uint32_t maximum(const BlockTask& task, int i) const {
-    LargestOf<Source> largest;
-    largest.note(values_[i]);
-    return largest.of_all(task.dtype);
+  // Returns words of the rows' largest magnitudes, each as it is stored.
+  MEGAFSDP_INLINE BlockMaxima<Source> maxima() const {
+    BlockMaxima<Source> maxima = {};
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kBlockRows; ++i) {
+      LargestOf<Source> largest;
+      largest.note(row_values(i));
+      maxima.words[i / Largest::kOfWord] |= Largest::placed(largest.stored(), i);
+    }
+    return maxima;
   }
 
   // Returns the factor of the thread's block in one of the rows, of the block's maximum; and writes
   // what the table has of it. Called by one lane of the block, any.
   MEGAFSDP_INLINE float settle(const BlockTask& task, int i, uint32_t maximum) const {
     const uint32_t row = row_ + i * step_;
-    if (is_there_ && row < task.rows) {
-      const int64_t place = int64_t{row} * task.blocks_across + col_ / kNeighbours / task.lanes;
-      write_entry<Element>(task.scaling, maximum, nullptr, task.entries, place);
-    }
-    return encode_factor_of<Element>(task.scaling, maximum, nullptr);
+    const uint32_t block = col_ / kNeighbours >> task.lanes_log2;
+    const int64_t place = int64_t{row} * task.blocks_across + block;
+    return settle_tile<Element>(task.scaling, maximum, task.entries, place,
+                                is_there_ && row < task.rows);
   }
 
   // Writes the codes of one of the rows, given the factor of its block, which is NaN where a value
@@ -106,7 +150,7 @@ class BlockThread {
   MEGAFSDP_INLINE void finish(const BlockTask& task, int i, float factor) const {
     const uint32_t row = row_ + i * step_;
     if (!is_there_ || row >= task.rows) return;
-    const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+    const Neighbours<float> values = read_values(row_values(i), {task.dtype, Dtype::kNone});
     Neighbours<float> factors;
     MEGAFSDP_UNROLL
     for (float& each : factors.at) each = factor;
@@ -128,24 +172,31 @@ class BlockThread {
     return task.is_aligned && col_ + kNeighbours <= task.cols;
   }
 
-  MEGAFSDP_INLINE void load_row(const BlockTask& task, int i) {
-    values_[i] = {};
-    const uint32_t row = row_ + i * step_;
-    if (!is_there_ || row >= task.rows) return;
-    const int64_t first = int64_t{row} * task.cols + col_;
-    if (is_whole(task)) {
-      values_[i] = load<Neighbours<Source>>(task.values, first / kNeighbours);
-      return;
-    }
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) {
-      if (col_ + k < task.cols) {
-        values_[i].at[k] = static_cast<const Source*>(task.values)[first + k];
-      }
-    }
+  // Values as words: where branches meet a compiler chooses between words one by one, and between
+  // values of 16 bits too, for which it would take each word apart as soon as it is loaded.
+  using Words = Vector<uint32_t, sizeof(Neighbours<Source>) / sizeof(uint32_t)>;
+
+  MEGAFSDP_INLINE Neighbours<Source> row_values(int i) const {
+    Neighbours<Source> values;
+    memcpy(&values, &values_[i], sizeof values);
+    return values;
   }
 
-  Neighbours<Source> values_[kBlockRows];
+  // Loads a row's values one by one; beyond the matrix they are zero.
+  MEGAFSDP_INLINE void load_part(const BlockTask& task, int i) {
+    Neighbours<Source> values = {};
+    const uint32_t row = row_ + i * step_;
+    const int64_t first = int64_t{row} * task.cols + col_;
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      if (is_there_ && row < task.rows && col_ + k < task.cols) {
+        values.at[k] = static_cast<const Source*>(task.values)[first + k];
+      }
+    }
+    memcpy(&values_[i], &values, sizeof values);
+  }
+
+  Words values_[kBlockRows];
   uint32_t row_, step_, col_;
   bool is_there_;
 };

@@ -114,6 +114,24 @@ MEGAFSDP_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Gives lanes of a warp that are kApart from each other, or a multiple of it, the larger ones of
+// their words; returns whether the lane is the first of them. On the host a thread is alone.
+template <typename Largest, uint32_t kApart, int kCount>
+MEGAFSDP_INLINE bool join_lanes_of([[maybe_unused]] uint32_t (&words)[kCount]) {
+#if defined(__CUDA_ARCH__)
+  MEGAFSDP_UNROLL
+  for (uint32_t apart = kApart; apart < 32; apart *= 2) {
+    MEGAFSDP_UNROLL
+    for (uint32_t& word : words) {
+      word = Largest::larger(word, __shfl_xor_sync(~0u, word, apart));
+    }
+  }
+  return threadIdx.x % 32 < kApart;
+#else
+  return true;
+#endif
+}
+
 // Largest magnitudes of some vectors, column by column. 16 bits of a magnitude are ordered as its
 // value is, so of those two are compared at once, as they are stored.
 template <typename Source>
@@ -122,6 +140,22 @@ class LargestOf;
 template <>
 class LargestOf<float> {
  public:
+  // A word holds so many magnitudes as they are stored: numbered ones are put into it and taken
+  // out of it, two words are compared magnitude by magnitude.
+  static constexpr uint32_t kOfWord = 1;
+
+  MEGAFSDP_INLINE static uint32_t placed(uint32_t magnitude, uint32_t) { return magnitude; }
+
+  MEGAFSDP_INLINE static uint32_t taken(uint32_t word, uint32_t) { return word; }
+
+  MEGAFSDP_INLINE static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+  // Returns the bits of a stored magnitude as a float.
+  MEGAFSDP_INLINE static uint32_t widened(uint32_t magnitude, Dtype) { return magnitude; }
+
+  // Returns the largest of all as it is stored, and then as the bits of a float.
+  MEGAFSDP_INLINE uint32_t stored() const { return of_all(Dtype::kFloat32); }
+
   MEGAFSDP_INLINE void note(const Neighbours<float>& values) {
     MEGAFSDP_UNROLL
     for (int k = 0; k < kNeighbours; ++k) {
@@ -130,8 +164,13 @@ class LargestOf<float> {
     }
   }
 
-  // Returns the bits of the magnitude as a float.
-  MEGAFSDP_INLINE uint32_t of_column(int k, Dtype) const { return bits_[k]; }
+  MEGAFSDP_INLINE uint32_t stored_of_column(int k) const { return bits_[k]; }
+
+  // Joins what lanes have noted of the same columns, as join_lanes_of() says.
+  template <uint32_t kApart>
+  MEGAFSDP_INLINE bool join_lanes() {
+    return join_lanes_of<LargestOf, kApart>(bits_);
+  }
 
   MEGAFSDP_INLINE uint32_t of_all(Dtype) const {
     uint32_t largest = 0;
@@ -147,6 +186,29 @@ class LargestOf<float> {
 template <>
 class LargestOf<uint16_t> {
  public:
+  static constexpr uint32_t kOfWord = 2;
+
+  MEGAFSDP_INLINE static uint32_t placed(uint32_t magnitude, uint32_t number) {
+    return magnitude << number % 2 * 16;
+  }
+
+  MEGAFSDP_INLINE static uint32_t taken(uint32_t word, uint32_t number) {
+    return word >> number % 2 * 16 & 0xffff;
+  }
+
+  MEGAFSDP_INLINE static uint32_t larger(uint32_t a, uint32_t b) { return larger_halves(a, b); }
+
+  MEGAFSDP_INLINE static uint32_t widened(uint32_t magnitude, Dtype dtype) {
+    return bits_of(decoded(static_cast<uint16_t>(magnitude), dtype));
+  }
+
+  MEGAFSDP_INLINE uint32_t stored() const {
+    uint32_t largest = 0;
+    MEGAFSDP_UNROLL
+    for (uint32_t pair : pairs_) largest = larger_halves(largest, pair);
+    return larger_halves(largest, largest >> 16) & 0xffff;
+  }
+
   MEGAFSDP_INLINE void note(const Neighbours<uint16_t>& values) {
     constexpr uint32_t kMagnitudes = 0x7fff7fff;
     uint32_t pairs[kPairs];
@@ -155,23 +217,19 @@ class LargestOf<uint16_t> {
     for (int k = 0; k < kPairs; ++k) pairs_[k] = larger_halves(pairs_[k], pairs[k] & kMagnitudes);
   }
 
-  MEGAFSDP_INLINE uint32_t of_column(int k, Dtype dtype) const {
-    return widened(pairs_[k / 2] >> (k % 2 * 16), dtype);
+  MEGAFSDP_INLINE uint32_t stored_of_column(int k) const {
+    return pairs_[k / 2] >> (k % 2 * 16) & 0xffff;
   }
 
-  MEGAFSDP_INLINE uint32_t of_all(Dtype dtype) const {
-    uint32_t largest = 0;
-    MEGAFSDP_UNROLL
-    for (uint32_t pair : pairs_) largest = larger_halves(largest, pair);
-    return widened(larger_halves(largest, largest >> 16), dtype);
+  template <uint32_t kApart>
+  MEGAFSDP_INLINE bool join_lanes() {
+    return join_lanes_of<LargestOf, kApart>(pairs_);
   }
+
+  MEGAFSDP_INLINE uint32_t of_all(Dtype dtype) const { return widened(stored(), dtype); }
 
  private:
   static constexpr int kPairs = kNeighbours / 2;
-
-  MEGAFSDP_INLINE static uint32_t widened(uint32_t low_half, Dtype dtype) {
-    return bits_of(decoded(static_cast<uint16_t>(low_half), dtype));
-  }
 
   uint32_t pairs_[kPairs] = {};
 };
@@ -262,19 +320,25 @@ MEGAFSDP_INLINE CodeVector<Element> encode_bytes(Neighbours<float> values,
                                                  const Neighbours<float>& factors,
                                                  bool are_finite) {
   static_assert(Element::kCodesPerByte == 1, "of 8 bits");
-  if (!are_finite) {
+  // Words, of which a compiler makes one choice each; of bytes it would make four.
+  uint32_t words[kCodeBytes<Element> / 4];
+  if (are_finite) {
+    MEGAFSDP_UNROLL
+    for (int k = 0; k < kNeighbours; k += 4) {
+      const uint32_t low = encode_numbers<Element>(values.at[k] * factors.at[k],
+                                                   values.at[k + 1] * factors.at[k + 1]);
+      const uint32_t high = encode_numbers<Element>(values.at[k + 2] * factors.at[k + 2],
+                                                    values.at[k + 3] * factors.at[k + 3]);
+      words[k / 4] = low | high << 16;
+    }
+  } else {
     MEGAFSDP_UNROLL
     for (int k = 0; k < kNeighbours; ++k) values.at[k] = scaled(values.at[k], factors.at[k]);
-    return encode_values<Element>(values);
-  }
-  uint16_t pairs[kNeighbours / 2];
-  MEGAFSDP_UNROLL
-  for (int k = 0; k < kNeighbours; k += 2) {
-    pairs[k / 2] = static_cast<uint16_t>(encode_numbers<Element>(
-        values.at[k] * factors.at[k], values.at[k + 1] * factors.at[k + 1]));
+    const CodeVector<Element> codes = encode_values<Element>(values);
+    memcpy(words, &codes, sizeof codes);
   }
   CodeVector<Element> codes;
-  memcpy(&codes, pairs, sizeof codes);
+  memcpy(&codes, words, sizeof codes);
   return codes;
 }
 

@@ -17,8 +17,8 @@ inline bool is_block_height(int64_t height) {
 using EncodedCodes = SharedCodes<kNeighbours>;
 constexpr uint32_t kEncodedCols = EncodedCodes::kCols;
 
-// codes or transposed may be null. maximum is null for blocks: then entries has one
-// for each block of block_rows, which divide kTransposeRows, and column.
+// codes or transposed may be null. maximum is null for blocks: then entries has one for each block
+// of rows, of a height that is_block_height(), and column.
 struct EncodeTransposedTask {
   TransposeGrid grid;
   const void* values;
@@ -26,7 +26,7 @@ struct EncodeTransposedTask {
   uint8_t* transposed;
   const int32_t* maximum;
   void* entries;
-  uint32_t block_rows;
+  uint32_t block_rows_log2;
   Dtype dtype;
   ScalingKind scaling;
   bool is_aligned;
@@ -42,16 +42,28 @@ struct EncodeTransposedShared {
 template <typename Element, typename Source>
 class EncodeTransposedThread {
  public:
-  // Loads a thread's values; those that are beyond the matrix are zero. Clears shared maxima.
+  // Loads a thread's values and clears shared maxima. What it has beyond the matrix is not written
+  // and raises no maximum of a block that is.
   MEGAFSDP_INLINE EncodeTransposedThread(const EncodeTransposedTask& task, int64_t item, int thread,
                                          EncodeTransposedShared& shared)
       : block_(transpose_block(task.grid, item, kEncodedCols)),
         thread_(static_cast<uint32_t>(thread)),
         row_(block_.row + thread_ / kThreadsAcross * kRowsOfWord),
         col_(block_.col + thread_ % kThreadsAcross * kNeighbours) {
+    MEGAFSDP_ROLL
     for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) shared.maxima[i] = 0;
-    MEGAFSDP_UNROLL
-    for (uint32_t i = 0; i < kRowsOfWord; ++i) load_row(task, i);
+    // One branch for all rows, as in block_thread.h; below the matrix the values of its last row.
+    if (is_whole(task)) {
+      MEGAFSDP_UNROLL
+      for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+        const uint32_t row = row_ + i < task.grid.rows ? row_ + i : task.grid.rows - 1;
+        const int64_t first = int64_t{row} * task.grid.cols + col_;
+        values_[i] = load<Words>(task.values, first / kNeighbours);
+      }
+    } else {
+      MEGAFSDP_UNROLL
+      for (uint32_t i = 0; i < kRowsOfWord; ++i) load_part(task, i);
+    }
   }
 
   // Raises the maxima of the thread's columns.
@@ -60,12 +72,12 @@ class EncodeTransposedThread {
     if (task.maximum != nullptr) return;
     LargestOf<Source> largest;
     MEGAFSDP_UNROLL
-    for (uint32_t i = 0; i < kRowsOfWord; ++i) largest.note(values_[i]);
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) largest.note(row_values(i));
+    // The rows of a warp are of one block: of lanes with the same columns one raises its maxima.
+    if (!largest.template join_lanes<kThreadsAcross>()) return;
     uint32_t* const maxima = shared.maxima + first_factor(task);
     MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) {
-      raise_shared(maxima + k, largest.of_column(k, task.dtype));
-    }
+    for (int k = 0; k < kNeighbours; ++k) raise_shared(maxima + k, largest.stored_of_column(k));
   }
 
   // Computes the factors that the block of threads shares, and writes what the table has of blocks.
@@ -74,13 +86,15 @@ class EncodeTransposedThread {
     MEGAFSDP_ROLL
     for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) {
       const bool is_given = task.maximum != nullptr;
-      const uint32_t maximum = is_given ? static_cast<uint32_t>(*task.maximum) : shared.maxima[i];
-      shared.factors[i] = encode_factor_of<Element>(task.scaling, maximum, nullptr);
-      const uint32_t row = block_.row + i / kEncodedCols * task.block_rows;
+      const uint32_t maximum = is_given
+                                   ? static_cast<uint32_t>(*task.maximum)
+                                   : LargestOf<Source>::widened(shared.maxima[i], task.dtype);
+      const uint32_t row = block_.row + (i / kEncodedCols << task.block_rows_log2);
       const uint32_t col = block_.col + i % kEncodedCols;
-      if (is_given || row >= task.grid.rows || col >= task.grid.cols) continue;
-      const int64_t place = int64_t{row / task.block_rows} * task.grid.cols + col;
-      write_entry<Element>(task.scaling, maximum, nullptr, task.entries, place);
+      const int64_t place = int64_t{row >> task.block_rows_log2} * task.grid.cols + col;
+      shared.factors[i] =
+          settle_tile<Element>(task.scaling, maximum, task.entries, place,
+                               !is_given && row < task.grid.rows && col < task.grid.cols);
     }
   }
 
@@ -96,13 +110,13 @@ class EncodeTransposedThread {
     if (task.maximum != nullptr) {
       LargestOf<Source> largest_value;
       MEGAFSDP_UNROLL
-      for (uint32_t i = 0; i < kRowsOfWord; ++i) largest_value.note(values_[i]);
+      for (uint32_t i = 0; i < kRowsOfWord; ++i) largest_value.note(row_values(i));
       const uint32_t of_values = largest_value.of_all(task.dtype);
       largest = of_values > largest ? of_values : largest;
     }
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) {
-      const Neighbours<float> values = read_values(values_[i], {task.dtype, Dtype::kNone});
+      const Neighbours<float> values = read_values(row_values(i), {task.dtype, Dtype::kNone});
       rows[i] = encode_bytes<Element>(values, factors, largest < kInfinityBits);
       if (task.codes != nullptr) store_row(task, i, rows[i]);
     }
@@ -118,12 +132,12 @@ class EncodeTransposedThread {
 
  private:
   MEGAFSDP_INLINE static uint32_t num_factors(const EncodeTransposedTask& task) {
-    return kTransposeRows / task.block_rows * kEncodedCols;
+    return (kTransposeRows >> task.block_rows_log2) * kEncodedCols;
   }
 
   // Four rows are of one block.
   MEGAFSDP_INLINE uint32_t first_factor(const EncodeTransposedTask& task) const {
-    return (row_ - block_.row) / task.block_rows * kEncodedCols + (col_ - block_.col);
+    return ((row_ - block_.row) >> task.block_rows_log2) * kEncodedCols + (col_ - block_.col);
   }
 
   MEGAFSDP_INLINE bool is_there(const EncodeTransposedTask& task, uint32_t i) const {
@@ -134,20 +148,26 @@ class EncodeTransposedThread {
     return task.is_aligned && col_ + kNeighbours <= task.grid.cols;
   }
 
-  MEGAFSDP_INLINE void load_row(const EncodeTransposedTask& task, uint32_t i) {
-    values_[i] = {};
-    if (!is_there(task, i)) return;
+  // Words, as in block_thread.h.
+  using Words = Vector<uint32_t, sizeof(Neighbours<Source>) / sizeof(uint32_t)>;
+
+  MEGAFSDP_INLINE Neighbours<Source> row_values(uint32_t i) const {
+    Neighbours<Source> values;
+    memcpy(&values, &values_[i], sizeof values);
+    return values;
+  }
+
+  // Loads a row's values one by one; beyond the matrix they are zero.
+  MEGAFSDP_INLINE void load_part(const EncodeTransposedTask& task, uint32_t i) {
+    Neighbours<Source> values = {};
     const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
-    if (is_whole(task)) {
-      values_[i] = load<Neighbours<Source>>(task.values, first / kNeighbours);
-      return;
-    }
     MEGAFSDP_UNROLL
     for (int k = 0; k < kNeighbours; ++k) {
-      if (col_ + k < task.grid.cols) {
-        values_[i].at[k] = static_cast<const Source*>(task.values)[first + k];
+      if (is_there(task, i) && col_ + k < task.grid.cols) {
+        values.at[k] = static_cast<const Source*>(task.values)[first + k];
       }
     }
+    memcpy(&values_[i], &values, sizeof values);
   }
 
   MEGAFSDP_INLINE void store_row(const EncodeTransposedTask& task, uint32_t i,
@@ -166,7 +186,7 @@ class EncodeTransposedThread {
 
   TransposeBlock block_;
   uint32_t thread_, row_, col_;
-  Neighbours<Source> values_[kRowsOfWord];
+  Words values_[kRowsOfWord];
 };
 
 }  // namespace megafsdp

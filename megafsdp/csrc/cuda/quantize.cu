@@ -57,26 +57,21 @@ template <typename Element, typename Source>
 __global__ void __launch_bounds__(kTileThreads)
     blocks_kernel(const __grid_constant__ BlockTask task) {
   const BlockThread<Element, Source> thread(task, blockIdx.x, threadIdx.x);
-  uint32_t maxima[kBlockRows];
-  MEGAFSDP_UNROLL
-  for (int i = 0; i < kBlockRows; ++i) maxima[i] = thread.maximum(task, i);
+  BlockMaxima<Source> maxima = thread.maxima();
   // All lanes take part, those without values too.
   MEGAFSDP_ROLL
   for (uint32_t apart = 1; apart < task.lanes; apart *= 2) {
     MEGAFSDP_UNROLL
-    for (int i = 0; i < kBlockRows; ++i) {
-      const uint32_t other = __shfl_xor_sync(~0u, maxima[i], apart);
-      maxima[i] = other > maxima[i] ? other : maxima[i];
+    for (uint32_t i = 0; i < maxima.kWords; ++i) {
+      maxima.raise(i, __shfl_xor_sync(~0u, maxima.words[i], apart));
     }
   }
-  const uint32_t lane = threadIdx.x % task.lanes;
+  const uint32_t lane = threadIdx.x & (task.lanes - 1);
   float factors[kBlockRows] = {};
   MEGAFSDP_ROLL
   for (uint32_t settled = 0; settled < kBlockRows; settled += task.lanes) {
     const uint32_t own = settled + lane;
-    uint32_t maximum = 0;
-    MEGAFSDP_UNROLL
-    for (uint32_t i = 0; i < kBlockRows; ++i) maximum = own == i ? maxima[i] : maximum;
+    const uint32_t maximum = maxima.of_row(own, task.dtype);
     const float factor = own < kBlockRows ? thread.settle(task, own, maximum) : 0.0f;
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kBlockRows; ++i) {

@@ -114,8 +114,8 @@ inline EncodeTransposedTask transposed_task_of(const CudaMatrixLaunch& launch) {
   task.transposed = launch.transposed;
   task.maximum = launch.maximum;
   task.entries = launch.entries;
-  task.block_rows =
-      launch.maximum == nullptr ? static_cast<uint32_t>(grid.tile_rows) : kTransposeRows;
+  const int64_t block_rows = launch.maximum == nullptr ? grid.tile_rows : kTransposeRows;
+  while ((INT64_C(1) << task.block_rows_log2) < block_rows) ++task.block_rows_log2;
   task.dtype = launch.dtype;
   task.scaling = launch.scaling;
   task.is_aligned = grid.cols % kNeighbours == 0 &&

@@ -54,4 +54,24 @@ MEGAFSDP_INLINE void write_entry(ScalingKind scaling, uint32_t maximum, const ui
   });
 }
 
+// Does both, of one level: the division is made once.
+template <typename Element>
+MEGAFSDP_INLINE float settle_tile(ScalingKind scaling, uint32_t maximum, void* entries,
+                                  int64_t tile, bool is_written) {
+  float factor = 0.0f;
+  visit_scaling(scaling, [&](auto family) {
+    using Scaling = decltype(family);
+    if constexpr (!Scaling::kHasTwoLevels) {
+      using Entry = typename Scaling::Entry;
+      factor = Scaling::template encode_factor<Element>(maximum, 0.0f);
+      Entry entry = Scaling::template entry<Element>(maximum, 0.0f);
+      if constexpr (std::is_same_v<Entry, float>) {
+        if (maximum >= kInfinityBits) entry = float_of(kNanBits);
+      }
+      if (is_written) static_cast<Entry*>(entries)[tile] = entry;
+    }
+  });
+  return factor;
+}
+
 }  // namespace megafsdp

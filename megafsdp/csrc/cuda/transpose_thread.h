@@ -83,6 +83,8 @@ template <int kWidth>
 MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWord], int thread,
                                  SharedCodes<kWidth>& shared) {
   const uint32_t word = thread / kThreadsAcross, first = thread % kThreadsAcross * kWidth;
+  // Of all of the thread's columns, which are as far apart as their words are many.
+  uint32_t* const to = shared.words + place_of_word<kWidth>(first, word);
   MEGAFSDP_UNROLL
   for (int col = 0; col < kWidth; col += 4) {
     uint32_t of_rows[kRowsOfWord];
@@ -97,9 +99,29 @@ MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWo
         pick_bytes(high01, high23, 0x5410), pick_bytes(high01, high23, 0x7632)};
     MEGAFSDP_UNROLL
     for (int k = 0; k < 4; ++k) {
-      shared.words[place_of_word<kWidth>(first + col + k, word)] = transposed[k];
+      to[(col + k) * kWordsOfCol] = transposed[k];
     }
   }
+}
+
+// Puts codes of a column into bytes, four or eight at once.
+template <int kCodesPerByte>
+MEGAFSDP_INLINE Vector<uint8_t, kCodesOfStore / kCodesPerByte> packed(
+    const Vector<uint8_t, kCodesOfStore>& codes) {
+  Vector<uint8_t, kCodesOfStore / kCodesPerByte> bytes;
+  uint32_t words[kCodesOfStore / 4];
+  std::memcpy(words, &codes, sizeof words);
+  if constexpr (kCodesPerByte == 2) {
+    MEGAFSDP_UNROLL
+    for (uint32_t k = 0; k < kCodesOfStore / 8; ++k) {
+      // A code lies in each byte's low half: of each two the second one moves above the first.
+      const uint32_t low = words[2 * k] | words[2 * k] >> 4;
+      const uint32_t high = words[2 * k + 1] | words[2 * k + 1] >> 4;
+      words[k] = pick_bytes(low, high, 0x6420);
+    }
+  }
+  std::memcpy(&bytes, words, sizeof bytes);
+  return bytes;
 }
 
 // Writes the rows of the transpose from what the block shares, sixteen codes at a time. is_aligned
@@ -118,12 +140,7 @@ MEGAFSDP_INLINE void write_transposed(const TransposeGrid& grid, const Transpose
     const auto codes = load<Vector<uint8_t, kCodesOfStore>>(
         shared.words + place_of_word<kWidth>(col, first / kRowsOfWord), 0);
     const int64_t at = block.matrix_offset + int64_t{block.col + col} * grid.rows + row;
-    Vector<uint8_t, kCodesOfStore / kCodesPerByte> bytes;
-    MEGAFSDP_UNROLL
-    for (uint32_t k = 0; k < kCodesOfStore; k += kCodesPerByte) {
-      const uint32_t pair = kCodesPerByte == 1 ? 0 : codes.at[k + kCodesPerByte - 1] << 4;
-      bytes.at[k / kCodesPerByte] = static_cast<uint8_t>(codes.at[k] | pair);
-    }
+    const auto bytes = packed<kCodesPerByte>(codes);
     if (is_aligned) {
       store(out, at / kCodesOfStore, bytes);
       continue;
@@ -151,33 +168,50 @@ template <int kCodesPerByte>
 MEGAFSDP_INLINE void share_loaded(const TransposeTask& task, const TransposeBlock& block,
                                   int thread, TransposeShared& shared) {
   using Bytes = Vector<uint8_t, kTransposeWidth / kCodesPerByte>;
+  constexpr int kWords = sizeof(Bytes) / sizeof(uint32_t);
+  using Words = Vector<uint32_t, kWords>;
   const uint32_t row = block.row + thread / kThreadsAcross * kRowsOfWord;
   const uint32_t col = block.col + thread % kThreadsAcross * kTransposeWidth;
-  Bytes loaded[kRowsOfWord];
-  MEGAFSDP_UNROLL
-  for (uint32_t i = 0; i < kRowsOfWord; ++i) {
-    loaded[i] = {};
-    if (row + i >= task.grid.rows || col >= task.grid.cols) continue;
-    const int64_t at = block.matrix_offset + int64_t{row + i} * task.grid.cols + col;
-    if (task.loads_vectors && col + kTransposeWidth <= task.grid.cols) {
-      loaded[i] = load<Bytes>(task.codes, at / kTransposeWidth);
-      continue;
-    }
+  Words loaded[kRowsOfWord];
+  // One branch for all rows, as in block_thread.h; below the matrix the codes of its last row, of
+  // which nothing is written.
+  if (task.loads_vectors && col + kTransposeWidth <= task.grid.cols) {
     MEGAFSDP_UNROLL
-    for (uint32_t k = 0; k < sizeof loaded[i]; ++k) {
-      if (col + k * kCodesPerByte < task.grid.cols)
-        loaded[i].at[k] = task.codes[at / kCodesPerByte + k];
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+      const uint32_t here = row + i < task.grid.rows ? row + i : task.grid.rows - 1;
+      const int64_t at = block.matrix_offset + int64_t{here} * task.grid.cols + col;
+      loaded[i] = load<Words>(task.codes, at / kTransposeWidth);
+    }
+  } else {
+    MEGAFSDP_UNROLL
+    for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+      Bytes bytes = {};
+      const int64_t at = block.matrix_offset + int64_t{row + i} * task.grid.cols + col;
+      MEGAFSDP_UNROLL
+      for (uint32_t k = 0; k < sizeof bytes; ++k) {
+        if (row + i < task.grid.rows && col + k * kCodesPerByte < task.grid.cols) {
+          bytes.at[k] = task.codes[at / kCodesPerByte + k];
+        }
+      }
+      std::memcpy(&loaded[i], &bytes, sizeof bytes);
     }
   }
   Vector<uint8_t, kTransposeWidth> rows[kRowsOfWord];
   MEGAFSDP_UNROLL
   for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+    uint32_t words[kTransposeWidth / 4];
     MEGAFSDP_UNROLL
-    for (uint32_t k = 0; k < kTransposeWidth; ++k) {
-      const uint32_t byte = loaded[i].at[k / kCodesPerByte];
-      const uint32_t code = k % 2 == 0 ? byte & 0xf : byte >> 4;
-      rows[i].at[k] = static_cast<uint8_t>(kCodesPerByte == 1 ? byte : code);
+    for (int k = 0; k < kWords; ++k) {
+      const uint32_t word = loaded[i].at[k];
+      if constexpr (kCodesPerByte == 1) {
+        words[k] = word;
+      } else {
+        const uint32_t even = word & 0x0f0f0f0f, odd = word >> 4 & 0x0f0f0f0f;
+        words[2 * k] = pick_bytes(even, odd, 0x5140);
+        words[2 * k + 1] = pick_bytes(even, odd, 0x7362);
+      }
     }
+    std::memcpy(&rows[i], words, sizeof words);
   }
   share_codes(rows, thread, shared);
 }
