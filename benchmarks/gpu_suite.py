@@ -63,14 +63,14 @@ PARTS = (
     Part(2, "benchmarks.gpu.adam_kernel:run", 20),
     Part(3, "benchmarks.gpu.counters:run", 14),
     Part(4, "benchmarks.gpu.bits:run", 28),
-    Part(5, "benchmarks.gpu.train_step:run", 108),
-    Part(6, "benchmarks.gpu.overlap:run", 20),
+    Part(5, "benchmarks.gpu.train_step:run", 100),
+    Part(6, "benchmarks.gpu.overlap:run", 22),
     Part(7, "benchmarks.gpu.two_ranks:run", 24),
-    Part(8, "benchmarks.gpu.offload:run", 62),
-    Part(9, "benchmarks.gpu.checkpoint:run", 22),
-    Part(10, "benchmarks.gpu.graphs:run", 28),
-    Part(11, "benchmarks.gpu.quantize_kernels:run", 13),
-    Part(12, "benchmarks.gpu.recipe_step:run", 43),
+    Part(8, "benchmarks.gpu.offload:run", 58),
+    Part(9, "benchmarks.gpu.checkpoint:run", 28),
+    Part(10, "benchmarks.gpu.graphs:run", 26),
+    Part(11, "benchmarks.gpu.quantize_kernels:run", 14),
+    Part(12, "benchmarks.gpu.recipe_step:run", 48),
 )
 
 
