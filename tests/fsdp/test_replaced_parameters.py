@@ -17,11 +17,13 @@ from tests.fsdp.toy import (
     WIDTH,
     Net,
     assert_same_grads,
+    assert_same_parameters,
     batches,
     mine,
     options_of_strategies,
     pair,
     shard,
+    train_both,
 )
 from tests.ranks import Ranks
 
@@ -281,3 +283,43 @@ def _allowed_additions() -> None:
 def test_ignored_and_frozen_parameters_and_later_units_are_let_be(ranks: Ranks) -> None:
     """Ignored ones by their place, whoever ignores them."""
     ranks(2).run(_allowed_additions)
+
+
+def _head(net: Net) -> None:
+    net.head = nn.Linear(WIDTH, 5)
+
+
+def _added_in_mid_training() -> None:
+    first, second = batches(2)
+    for add, words in {**ADDITIONS, _head: ("'head.weight', 'head.bias'",)}.items():
+        net = shard(Net(2))
+        net(*mine(first)).backward()
+        add(net)
+        # The error stays until it is mended.
+        for _ in range(2):
+            _refused((*words, "registered after fully_shard()", "a forward of"), net, *mine(second))
+
+
+def test_a_later_forward_names_parameters_that_no_unit_has(ranks: Ranks) -> None:
+    """A model that has trained is looked at again once something was registered."""
+    ranks(2).run(_added_in_mid_training)
+
+
+def _units_in_mid_training() -> None:
+    reference, net = pair(2)
+    train_both(reference, net, num_steps=1)
+    for model in (reference, net):
+        torch.manual_seed(3)
+        model.blocks[1] = nn.Linear(WIDTH, WIDTH)
+        model.blocks.append(nn.Linear(WIDTH, WIDTH))
+    first = reference.blocks[2].weight.detach().clone()
+    for block in net.blocks[1:]:
+        fully_shard(block)
+    train_both(reference, net, num_steps=2)
+    assert_same_parameters(net, reference, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(reference.blocks[2].weight, first)
+
+
+def test_units_that_replace_or_follow_others_in_mid_training_train(ranks: Ranks) -> None:
+    """As the error says: new modules get fully_shard() calls of their own."""
+    ranks(2).run(_units_in_mid_training)

@@ -22,7 +22,10 @@ from typing import NoReturn, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from megafsdp.buffer.dtensor.cures import cure_of
@@ -223,6 +226,27 @@ def _refuse_replaced(
             hint=cure_of(change),
         )
     )
+
+
+class Registrations:
+    """The number of modules and parameters that modules of the process have registered."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_module_module_registration_hook(self._add)
+        register_module_parameter_registration_hook(self._add)
+
+    def _add(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
+        self.count += 1
+
+
+@functools.cache
+def registrations() -> Registrations:
+    """Return those since the first call of the process, by which a model is known to be as it was.
+
+    A walk over all modules at each forward would cost more than the hooks of its units.
+    """
+    return Registrations()
 
 
 def note_ignored(modules: Iterable[nn.Module]) -> None:

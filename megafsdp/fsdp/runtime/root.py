@@ -23,7 +23,7 @@ from megafsdp.fsdp.params.meta import require_initialized
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.runtime.guards import refuse_added, refuse_replaced
+from megafsdp.fsdp.runtime.guards import refuse_added, refuse_replaced, registrations
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.runtime.slabs import share_slabs
@@ -86,6 +86,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
             recipes, or recipes quantize nothing.
     """
     where = f"the first forward of '{root.name}'"
+    num_registrations = registrations().count
     found = attached_units(root.modules)
     # Another root gathers such a unit for itself, while this one would take it for released.
     units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
@@ -107,6 +108,7 @@ def adopt_units_below(root: AttachedUnit) -> None:
     check_agreement({name: unit.groups for name, unit in units.items()})
     _report_quantization(root, units, where)
     context = FSDPContext(root, units.values())
+    context.num_registrations = num_registrations
     for unit in units.values():
         make_neighbours(unit.groups, unit.options.reshard_after_forward, context.extra_groups)
     # One NCCL communicator runs one collective at a time: a gather would wait for the reduction
@@ -121,6 +123,24 @@ def adopt_units_below(root: AttachedUnit) -> None:
         unit.memory.ledger.merge_into(root.memory.ledger)
         unit.memory.host_ledger.merge_into(root.memory.host_ledger)
     share_slabs(list(units.values()), root.memory.ledger)
+
+
+def refuse_changed_modules(unit: AttachedUnit, context: FSDPContext) -> None:
+    """Raise if modules below a root have others' parameters since it was looked at; local.
+
+    One comparison as long as no module of the process registers anything.
+
+    Raises:
+        RuntimeError: A parameter was replaced, or a trainable one is of no unit.
+    """
+    count = registrations().count
+    if count == context.num_registrations or not context.is_root(unit):
+        return
+    refuse_replaced(context.groups)
+    # Modules may have got fully_shard() calls of their own meanwhile.
+    groups = [g for u in attached_units(unit.modules).values() for g in u.groups]
+    refuse_added(unit.modules, groups, where=f"a forward of '{unit.name}'")
+    context.num_registrations = count
 
 
 def reasons_to_keep(units: Mapping[str, AttachedUnit]) -> dict[str, str]:

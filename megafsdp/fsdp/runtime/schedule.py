@@ -286,6 +286,8 @@ class FSDPContext:
         self._exchanges: list[Pending] = []
         # Marks of changed main weights when histories were rolled last.
         self._num_marks_rolled = 0
+        # Registrations of the process when the modules below the root were looked at last.
+        self.num_registrations = 0
 
     @property
     def units(self) -> list[ScheduledUnit]:

@@ -53,7 +53,13 @@ from megafsdp.fsdp.runtime.guards import (
     refuse_transforms,
 )
 from megafsdp.fsdp.runtime.process_groups import num_neighbours
-from megafsdp.fsdp.runtime.root import adopt_units_below, attach, attached_unit, attached_units
+from megafsdp.fsdp.runtime.root import (
+    adopt_units_below,
+    attach,
+    attached_unit,
+    attached_units,
+    refuse_changed_modules,
+)
 from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
 
@@ -296,6 +302,7 @@ class FSDPUnit:
         context, run = self.require_context(), self._run
         goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
         if not goes_on and not _is_in_backward():
+            refuse_changed_modules(self, context)
             context.begin_forward(self)
         args, kwargs = self.prepare_inputs(args, kwargs)
         if self._phase is Phase.BACKWARD:
