@@ -30,7 +30,13 @@ from megafsdp.buffer.comm.agreement import agree, attempt, rank_and_world_size
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.background.pending_save import SAVES
 from megafsdp.checkpoint.format import save_root
-from megafsdp.checkpoint.format.manifest import ANOTHER_STEP, Chunk, Manifest, read_manifest
+from megafsdp.checkpoint.format.manifest import (
+    ANOTHER_STEP,
+    Chunk,
+    Manifest,
+    read_manifest,
+    require_same,
+)
 from megafsdp.checkpoint.format.records import RecordReader, require_files
 from megafsdp.checkpoint.format.regions import (
     Stored,
@@ -198,9 +204,7 @@ def load(
     targets = TrainingState(model, optimizer, lr_scheduler, loss_scaler)
     SAVES.wait_for_end()
     plan, error = attempt(lambda: _plan(directory, step, targets=targets, rules=rules))
-    seen = agree(
-        None if plan is None else f"step {plan.manifest.step} in {plan.directory.name}", error
-    )
+    seen = agree(None if plan is None else _name_of(plan), error)
     if len(set(seen)) > 1:
         raise CheckpointError.expected(
             "one checkpoint for all ranks",
@@ -213,6 +217,12 @@ def load(
     _, error = attempt(lambda: _commit(ready, targets))
     agree(True, error)
     return cast(dict[str, object], ready.objects["extra"])
+
+
+def _name_of(plan: _Plan) -> str:
+    """Name a checkpoint apart from those of other steps and other saves of its step."""
+    manifest = plan.manifest
+    return f"step {manifest.step} in {plan.directory.name}, of checksum {manifest.checksum}"
 
 
 def _plan(
@@ -424,6 +434,21 @@ def _read_tensors(plan: _Plan, model: nn.Module | None) -> None:
     """Read each record that meets this rank's regions once and copy its pieces; local."""
     if model is not None:
         _give_memory(plan, model)
+    _, error = attempt(lambda: _read_records(plan))
+    # Where another save has replaced the step since, its bytes may be read, or be no tensors.
+    require_same(plan.manifest, plan.directory)
+    if error is not None:
+        raise error
+    if model is not None:
+        # The parameter has a compute weight to refresh, not the copy of it that was read into.
+        tensors = plan.requests.tensors
+        parameters = {key: underlying(stored) for key, stored in tensors.items()}
+        parameters.update(plan.requests.weights)
+        loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
+        mark_main_weights_changed(model, list(loaded))
+
+
+def _read_records(plan: _Plan) -> None:
     tensors = plan.requests.tensors
     with RecordReader(plan.directory) as reader:
         last, stored = None, torch.empty(0, device="cpu")
@@ -434,12 +459,6 @@ def _read_tensors(plan: _Plan, model: nn.Module | None) -> None:
             assert piece is not None, "only chunks that meet the region were planned"
             target = local_view(tensors[key], region)[piece.slices_in(region)]
             target.copy_(stored[piece.slices_in(chunk.region)])
-    if model is not None:
-        # The parameter has a compute weight to refresh, not the copy of it that was read into.
-        parameters = {key: underlying(stored) for key, stored in tensors.items()}
-        parameters.update(plan.requests.weights)
-        loaded = {parameters[key]: None for key in plan.match.sources if key in parameters}
-        mark_main_weights_changed(model, list(loaded))
 
 
 def _restore_rng(plan: _Plan) -> None:

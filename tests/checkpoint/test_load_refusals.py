@@ -15,6 +15,7 @@ from megafsdp import FusedAdam, Muon
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.format.manifest import Manifest, Record, read_manifest, write_manifest
+from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,
@@ -461,3 +462,47 @@ def test_ranks_must_load_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     _two_steps(tmp_path)
     for message in ranks(2).run(_load_different_steps, tmp_path):
         assert "one checkpoint for all ranks" in message
+
+
+def _load_different_saves(first: Path, second: Path) -> str:
+    rank = torch.distributed.get_rank()
+    return _refusal((first, second)[rank], shard(Toy(), whole_mesh()), step=2)
+
+
+def test_ranks_must_load_the_same_save_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    """A run that went back saves a step again: ranks that see both raise instead of mixing them."""
+    roots = (tmp_path / "first", tmp_path / "second")
+    for root in roots:
+        _two_steps(root)
+    fill(model := Toy(), salt=3)
+    save(roots[1], step=1, model=model)
+    save(roots[1], step=2, model=model)
+    for message in ranks(2).run(_load_different_saves, *roots):
+        assert "one checkpoint for all ranks" in message
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_a_step_that_changes_while_it_is_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """What was verified is what must be copied, though files of the same name are there."""
+    fill(model := Toy(), salt=1)
+    for step in (1, 2):
+        save(tmp_path, step=step, model=model)
+    fill(model, salt=2)
+    read = RecordReader.read_tensor
+
+    def read_later(self: RecordReader, record: Record) -> torch.Tensor:
+        monkeypatch.setattr(RecordReader, "read_tensor", read)
+        if change == "replaced":
+            save(tmp_path, step=1, model=model)
+        else:
+            save(tmp_path, step=3, model=model, keep_last=1)
+        return read(self, record)
+
+    monkeypatch.setattr(RecordReader, "read_tensor", read_later)
+    with pytest.raises(CheckpointError, match="stays until it is loaded") as caught:
+        load(tmp_path, model=Toy(), step=1)
+    assert "iter_0000001" in str(caught.value)
+    load(tmp_path, model=(loaded := Toy()))
+    assert differences(full_state(loaded, None), full_state(model, None)) == []

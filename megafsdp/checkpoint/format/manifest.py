@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import json
+import os
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint.format.regions import with_extent
 from megafsdp.checkpoint.storage.locations import L, Location, joined
+from megafsdp.checkpoint.storage.store_path import StorePath
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 from megafsdp.mesh.torch_private import StorageInfo
@@ -104,6 +106,8 @@ class Manifest:
         fused_into: Key of each fused tensor that is stored in parts -> ``{"parts": keys in order,
             "dim": where they lie}``, and ``"num_groups"`` if the saved module had the parts in
             several groups. Scalars, such as a count of steps, are equal in all parts.
+        checksum: That of ``manifest.json``, which differs between two saves of a step; None where
+            the manifest was not read from one.
     """
 
     step: int
@@ -114,6 +118,7 @@ class Manifest:
     aliases: dict[str, str]
     files: dict[str, int]
     fused_into: dict[str, dict] = field(default_factory=dict)
+    checksum: int | None = field(default=None, compare=False)
 
     def stored(self) -> set[str]:
         """Return the keys of all tensors, tied names included."""
@@ -233,10 +238,10 @@ def read_manifest(directory: Location) -> Manifest:
     found = zlib.crc32(_canonical(body).encode())
     if found != checksum:
         raise _untrusted(path, f"checksum {checksum}", found)
-    return _manifest_from_json(body)
+    return _manifest_from_json(body, checksum)
 
 
-def _manifest_from_json(body: dict) -> Manifest:
+def _manifest_from_json(body: dict, checksum: int) -> Manifest:
     files = [file for file, _ in body["files"]]
 
     def record(index: int, offset: int, nbytes: int, crc32: int) -> Record:
@@ -268,7 +273,37 @@ def _manifest_from_json(body: dict) -> Manifest:
         aliases=body["aliases"],
         files=dict(map(tuple, body["files"])),
         fused_into=body["fused_into"],
+        checksum=checksum,
     )
+
+
+def require_same(manifest: Manifest, directory: Location) -> None:
+    """Check that a directory still has the files that its manifest was read with.
+
+    Args:
+        manifest: What was read there.
+        directory: The checkpoint's own directory.
+
+    Raises:
+        CheckpointError: The checkpoint went, or another one has its name.
+    """
+    if isinstance(directory, StorePath):
+        # Files of another save have other names there.
+        return
+    end = f'"crc32":{manifest.checksum}}}\n'.encode()
+    try:
+        with (directory / MANIFEST_FILE).open("rb") as stream:
+            stream.seek(-len(end), os.SEEK_END)
+            found = stream.read()
+    except OSError:
+        found = b""
+    if found != end:
+        raise CheckpointError.expected(
+            "a checkpoint that stays until it is loaded",
+            "another one of the same step" if found else "none any more",
+            where=f"'{directory}'",
+            hint="Another job saves there, and the model is filled in part: load again",
+        )
 
 
 def write_dcp_metadata(

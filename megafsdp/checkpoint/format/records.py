@@ -167,10 +167,23 @@ class RecordReader:
         if self._stream is None or self._name != record.file:
             if self._stream is not None:
                 self._stream.close()
-            self._stream = (self.directory / record.file).open("rb")
+            self._stream = self._open(record.file)
             self._name = record.file
         self._stream.seek(record.offset)
         return self._stream
+
+    def _open(self, name: str) -> IO[bytes]:
+        path = self.directory / name
+        try:
+            return path.open("rb")
+        except FileNotFoundError as error:
+            raise CheckpointError.expected(
+                "a file that stays while its checkpoint is read",
+                "no such file",
+                where=f"'{path}'",
+                hint="It is lost, or a save with keep_last has removed the step meanwhile: "
+                f"{ANOTHER_STEP}",
+            ) from error
 
     def checksum(self, record: Record) -> tuple[int, int]:
         """Return the CRC-32 of a record's bytes, read in pieces, and how many the file lacks."""

@@ -7,6 +7,7 @@ so that what is done with local files is the same with and without stores.
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -85,7 +86,11 @@ def size_of(file: Location) -> int | None:
     """
     if isinstance(file, StorePath):
         return file.nbytes()
-    return file.stat().st_size if file.is_file() else None
+    try:
+        facts = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
 def is_folder(location: Location) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from megafsdp.checkpoint import StorePath, export_hf_checkpoint, import_hf_checkpoint, save
 from megafsdp.checkpoint.convert import Format, convert
-from megafsdp.checkpoint.storage.locations import location_of
+from megafsdp.checkpoint.storage.locations import location_of, size_of
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.faulty_store import FaultyStore
 
@@ -56,3 +56,15 @@ def test_formats_of_other_libraries_stay_on_the_machine(tmp_path: Path) -> None:
         export_hf_checkpoint(tmp_path / "disk", f"{root}/exported", config={"model_type": "x"})
     with pytest.raises(CheckpointError, match=refused):
         import_hf_checkpoint(f"{root}/files", tmp_path / "imported")
+
+
+def test_a_file_that_goes_while_it_is_asked_for_has_no_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it had not been there at all, whatever another question has said before."""
+    assert size_of(tmp_path) is None
+    (tmp_path / "file").write_bytes(b"abc")
+    assert size_of(tmp_path / "file") == 3
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    assert size_of(tmp_path / "gone") is None
+    assert size_of(tmp_path / "file" / "below") is None

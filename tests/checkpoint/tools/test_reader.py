@@ -148,3 +148,13 @@ def test_scalars_of_parts_must_agree(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"one value.*'optimizer\.state\.b\.step': 4\.0"),
     ):
         reader.tensor("optimizer.state.whole.step")
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """As a save with keep_last makes it: the error is ours, which tools print without traceback."""
+    fill(model := Toy())
+    save(tmp_path, step=1, model=model)
+    with CheckpointReader(tmp_path, 1) as reader:
+        save(tmp_path, step=2, model=model, keep_last=1)
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*keep_last"):
+            reader.tensor("model.embed.weight")
