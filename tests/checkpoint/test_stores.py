@@ -179,7 +179,7 @@ def test_a_save_makes_few_requests(store: FaultyStore) -> None:
 
     assert requests(4, None) == {"write": 5, "remove": 1, "list": 2, "read": 1}
     sizes = len(store.requests("info"))
-    assert sizes == 7
+    assert sizes == 8
     # Of 5 steps one goes; objects are removed one by one here, of a step 3 and the marker.
     assert requests(5, 4) == {"write": 6, "remove": 5, "list": 4, "read": 2}
     assert len(store.requests("info")) == sizes + 5 + 1
@@ -433,6 +433,42 @@ def test_a_late_upload_of_a_dead_job_replaces_nothing(store: FaultyStore) -> Non
         (store.objects / "run/iter_0000001" / name).write_bytes(b"late")
     load(store.root, model=Toy())
     assert {finding.problem for finding in verify(store.root).findings} == {"not in the manifest"}
+
+
+@pytest.mark.parametrize(
+    ("point", "is_on_disk"),
+    [
+        ("records written", False),
+        ("records gathered", False),
+        ("DCP metadata written", False),
+        ("records written", True),
+        ("records gathered", True),
+    ],
+)
+def test_a_second_job_does_not_have_a_save_publish_what_it_removed(
+    store: FaultyStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    is_on_disk: bool,
+) -> None:
+    """The first job's save fails, and says why; the second job's checkpoint is the latest."""
+    root = str(tmp_path / "disk") if is_on_disk else store.root
+    _save_steps(root, [1, 2])
+
+    def save_beside(reached: str) -> None:
+        if reached == point:
+            # Only once, not in the second job's own save.
+            monkeypatch.undo()
+            _save_steps(root, [4])
+
+    for module in (save_root, store_root):
+        monkeypatch.setattr(module, "reached", save_beside)
+    with pytest.raises(CheckpointError, match="one job that saves to a root"):
+        _save_steps(root, [3], keep_last=1)
+    assert latest_step(root) == 4
+    load(root, model=Toy())
+    load(root, model=Toy(), step=2)
 
 
 def test_errors_while_reading_name_the_url_on_all_ranks(ranks: Ranks, store: FaultyStore) -> None:

@@ -37,6 +37,9 @@ class Saves(Protocol):
         Args:
             manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
             draft: The begun checkpoint, with all records in it.
+
+        Raises:
+            CheckpointError: Another job has removed them.
         """
 
     def publish(self, draft: Draft) -> Location:
@@ -71,6 +74,7 @@ class DiskSaves:
 
     def describe(self, manifest: Manifest, draft: Draft) -> None:
         """Write both files and wait until they are on the disk."""
+        save_root.require_alone(draft, _on_disk(draft).is_dir())
         save_root.write_descriptions(manifest, _on_disk(draft))
 
     def publish(self, draft: Draft) -> Location:

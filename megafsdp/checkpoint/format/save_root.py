@@ -191,6 +191,25 @@ def require_not_latest(root: Location, step: int) -> None:
         )
 
 
+def require_alone(draft: Draft, is_there: bool) -> None:
+    """Refuse to publish a draft that another job's save has removed, as what a dead one has left.
+
+    Args:
+        draft: The begun checkpoint.
+        is_there: Whether the sign is there by which saves know that it is being written.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if not is_there:
+        raise CheckpointError.expected(
+            "one job that saves to a root",
+            f"another one, which has removed what this one wrote of step {draft.step}",
+            where=f"'{draft.root}'",
+            hint="Give each job a save root of its own, and save again",
+        )
+
+
 def require_ahead(directory: str | os.PathLike[str], step: int) -> None:
     """Refuse to convert to a step that replaces a checkpoint or makes an older one the latest.
 

@@ -44,6 +44,7 @@ from megafsdp.checkpoint.format.save_root import (
     prune,
     published_steps,
     reached,
+    require_alone,
     require_not_latest,
     step_directory,
     temporary_name,
@@ -86,6 +87,8 @@ class StoreSaves:
         assert nbytes is not None, "closing the file has looked for it"
         manifest.files[described.name] = nbytes
         reached("DCP metadata written")
+        # Last: a manifest of files that are gone would be the latest checkpoint, and retire others.
+        require_alone(draft, (self.root / _marker_of(draft)).is_file())
         write_manifest(manifest, folder)
         reached("manifest written")
 
