@@ -110,6 +110,7 @@ def file_names(folder: Location) -> list[str]:
     """
     if isinstance(folder, StorePath):
         return folder.list_names()[0]
-    if not folder.is_dir():
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_file())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(path.name for path in folder.iterdir() if path.is_file())

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from megafsdp.errors import CheckpointError
 
+# What a store does that gives an object's bytes.
+READ = "can be read"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -49,6 +51,10 @@ def as_checkpoint_error(error: Exception, url: str, verb: str) -> CheckpointErro
         hint = "Give this user the rights to list, read, write and remove objects there"
     elif number in _FULL or "quota" in text.lower():
         hint = "Make room in the store or raise its quota; what was published before stays"
+    elif isinstance(error, FileNotFoundError) and verb == READ:
+        hint = (
+            "It was there when it was opened: a save that retires or replaces it removed it since"
+        )
     elif isinstance(error, FileNotFoundError):
         hint = "Make the bucket first, or correct the URL"
     else:

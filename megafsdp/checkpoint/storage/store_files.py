@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from megafsdp.checkpoint.storage.store_errors import store_errors
+from megafsdp.checkpoint.storage.store_errors import READ, store_errors
 from megafsdp.errors import CheckpointError
 
 # Parts of an upload: S3 takes 10,000 a file, so files may have 640 GB.
@@ -93,7 +93,7 @@ class StoreInput(io.RawIOBase):
     def _fetch(self, offset: int, nbytes: int) -> bytes:
         starts = list(range(offset, offset + nbytes, _RANGE_NBYTES))
         ends = [min(start + _RANGE_NBYTES, offset + nbytes) for start in starts]
-        with store_errors(self._url, "can be read", is_missing_wrong=True):
+        with store_errors(self._url, READ, is_missing_wrong=True):
             if len(starts) == 1:
                 found = [self._fs.cat_file(self._path, start=starts[0], end=ends[0])]
             else:

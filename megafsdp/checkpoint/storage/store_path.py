@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable
 from typing import IO, Any
 
-from megafsdp.checkpoint.storage.store_errors import as_checkpoint_error, store_errors
+from megafsdp.checkpoint.storage.store_errors import READ, as_checkpoint_error, store_errors
 from megafsdp.checkpoint.storage.store_files import (
     StoreInput,
     StoreOutput,
@@ -119,7 +119,7 @@ class StorePath(os.PathLike[str]):
             CheckpointError: The store does not answer.
         """
         fs, path = self._open_driver()
-        with store_errors(self.url, "can be read"):
+        with store_errors(self.url, READ):
             return fs.cat_file(path)
 
     def read_text(self, *, errors: str = "strict") -> str:

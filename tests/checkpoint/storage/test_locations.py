@@ -11,7 +11,7 @@ import torch
 
 from megafsdp.checkpoint import StorePath, export_hf_checkpoint, import_hf_checkpoint, save
 from megafsdp.checkpoint.convert import Format, convert
-from megafsdp.checkpoint.storage.locations import location_of, size_of
+from megafsdp.checkpoint.storage.locations import file_names, location_of, size_of
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.faulty_store import FaultyStore
 
@@ -68,3 +68,14 @@ def test_a_file_that_goes_while_it_is_asked_for_has_no_size(
     monkeypatch.setattr(Path, "is_file", lambda self: True)
     assert size_of(tmp_path / "gone") is None
     assert size_of(tmp_path / "file" / "below") is None
+
+
+def test_a_folder_that_goes_while_it_is_listed_has_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what verifies a checkpoint says that its files are missing."""
+    (tmp_path / "file").write_bytes(b"abc")
+    assert file_names(tmp_path) == ["file"]
+    assert file_names(tmp_path / "file") == []
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)
+    assert file_names(tmp_path / "gone") == []

@@ -14,6 +14,7 @@ from megafsdp.checkpoint.format.manifest import read_manifest, write_manifest
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.writer import CheckpointWriter
 from megafsdp.errors import CheckpointError
+from tests.checkpoint.faulty_store import FaultyStore
 from tests.checkpoint.sharding import (
     Toy,
     fill,
@@ -158,3 +159,16 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_named(tmp_path: Path) -> Non
         save(tmp_path, step=2, model=model, keep_last=1)
         with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*keep_last"):
             reader.tensor("model.embed.weight")
+
+
+def test_an_object_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """An open object has no bytes any more, where an open file has: the bucket is not to blame."""
+    root = FaultyStore(tmp_path).root
+    # Longer than what is fetched at once.
+    model = torch.nn.Linear(1024, 1100)
+    save(root, step=1, model=model)
+    with CheckpointReader(root, 1) as reader:
+        reader.object("extra")
+        save(root, step=2, model=model, keep_last=1)
+        with pytest.raises(CheckpointError, match=r"__0_0.*retires or replaces it"):
+            reader.tensor("model.weight")
