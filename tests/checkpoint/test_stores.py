@@ -471,6 +471,24 @@ def test_a_second_job_does_not_have_a_save_publish_what_it_removed(
     load(root, model=Toy(), step=2)
 
 
+def test_a_save_that_fails_leaves_a_second_jobs_save_of_its_step(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that a second job has published of the same step, in the same folder."""
+    _save_steps(store.root, [1])
+
+    def save_beside(reached: str) -> None:
+        if reached == "records gathered":
+            monkeypatch.undo()
+            _save_steps(store.root, [3])
+
+    monkeypatch.setattr(save_root, "reached", save_beside)
+    with pytest.raises(CheckpointError, match="one job that saves to a root"):
+        save(store.root, step=3, model=_filled(5))
+    assert latest_step(store.root) == 3
+    _require_whole(store, 3)
+
+
 def test_errors_while_reading_name_the_url_on_all_ranks(ranks: Ranks, store: FaultyStore) -> None:
     """A store that fails in the middle of a load: one message, and no model touched."""
     _save_steps(store.root, [1])

@@ -80,6 +80,7 @@ class StoreSaves:
         folder = _in_store(draft)
         if is_published(folder):
             # By a run that went back and came by again. It would not fit the new .metadata.
+            self._require_alone(draft)
             folder.remove([MANIFEST_FILE])
             reached("old manifest removed")
         described = write_dcp_metadata(manifest, folder)
@@ -88,9 +89,12 @@ class StoreSaves:
         manifest.files[described.name] = nbytes
         reached("DCP metadata written")
         # Last: a manifest of files that are gone would be the latest checkpoint, and retire others.
-        require_alone(draft, (self.root / _marker_of(draft)).is_file())
+        self._require_alone(draft)
         write_manifest(manifest, folder)
         reached("manifest written")
+
+    def _require_alone(self, draft: Draft) -> None:
+        require_alone(draft, (self.root / _marker_of(draft)).is_file())
 
     def publish(self, draft: Draft) -> StorePath:
         """Name the step in the tracker, then remove what the folder had before, and the marker."""
