@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from megafsdp.checkpoint.format.manifest import joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.regions import Stored
+from megafsdp.checkpoint.state.declared import declare_parts
 from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewhere
 from megafsdp.checkpoint.state.fused import StoredForm, part_names, stored_form
 from megafsdp.device.torch_private import non_persistent_buffers
@@ -101,6 +102,7 @@ def canonical_name(fqn: str) -> str:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the canonical name of each parameter; a tied one has its first name."""
+    declare_parts(model)
     return {
         parameter: canonical_name(fqn) for fqn, parameter in _unwrapped(model).named_parameters()
     }
@@ -137,6 +139,7 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         CheckpointError: It shows compute weights, of which main weights could not be restored.
     """
     _require_at_rest(_unwrapped(model))
+    declare_parts(model)
     state = CanonicalState()
     keys_by_parameter: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):

@@ -15,6 +15,7 @@ import torch
 
 from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.format.regions import Stored, TensorPart, with_extent
+from megafsdp.checkpoint.state.declared import declared_parts
 from megafsdp.checkpoint.state.experts import (
     holders,
     is_named_by_expert,
@@ -40,6 +41,7 @@ class StoredForm:
         experts: Which experts it has.
         ranks: Ranks that have the same values of a plain tensor; None means all.
         is_own: True if only ``ranks`` have it under this name.
+        num_in_order: Of how many ranks it has the parts one after another; 1 in the whole's order.
     """
 
     name: str
@@ -50,6 +52,7 @@ class StoredForm:
     experts: ExpertRange | None
     ranks: tuple[int, ...] | None
     is_own: bool
+    num_in_order: int = 1
 
     def as_in(self, stored: Container[str], section: str = "") -> StoredForm:
         """Return this form, or the undivided one if a checkpoint has the parameter whole.
@@ -61,6 +64,10 @@ class StoredForm:
             section: What stands before the parameter's name there.
         """
         if self.fused is None or self.fused.num_groups > 1 or section + self.name not in stored:
+            return self
+        # A whole that was written beside tensor parallelism without our engine may be in the order
+        # of its ranks.
+        if self.num_in_order > 1:
             return self
         return self if any(section + part in stored for part in self.parts) else self.undivided()
 
@@ -85,6 +92,9 @@ class StoredForm:
         if tuple(tensor.shape) != self.shape:
             return [self._beside(tensor)] * len(self.parts)
         shape, place = stack_in_layer(self.name, self.shape, self.experts)
+        if self.fused is None and self.grouping is not None and self.num_in_order > 1:
+            regions = _regions_in_whole(self.grouping, self.num_in_order, self.shape, place)
+            return [TensorPart(tensor, shape, regions, self.ranks)]
         if self.fused is None:
             if self.ranks is None and place == whole(self.shape) and shape == self.shape:
                 return [tensor]
@@ -93,7 +103,7 @@ class StoredForm:
             TensorPart(
                 tensor,
                 with_extent(shape, self.fused.dim, size * self.fused.num_groups),
-                self._regions(self.fused, index, place),
+                self._regions(_as_laid(self.fused, self.num_in_order), index, place),
                 self.ranks,
             )
             for index, size in enumerate(self.fused.sizes)
@@ -141,8 +151,7 @@ def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
     Raises:
         CheckpointError: The declaration does not fit the parameter.
     """
-    annotation = annotation_of(parameter)
-    fused, experts = annotation.fused, annotation.experts
+    (fused, num_in_order), experts = declared_parts(parameter), annotation_of(parameter).experts
     shape = tuple(parameter.shape)
     if fused is not None:
         _require_fit(name, shape, fused, experts)
@@ -157,6 +166,7 @@ def stored_form(name: str, parameter: torch.Tensor) -> StoredForm:
         experts=experts,
         ranks=holders(name, parameter, experts),
         is_own=is_named_by_expert(experts),
+        num_in_order=num_in_order,
     )
 
 
@@ -174,6 +184,31 @@ def part_names(name: str, fused: FusedParts | None) -> tuple[str, ...]:
     names = (t.format(module=module, parameter=parameter) for t in fused.stored_as)
     # A parameter of the root has no module.
     return tuple(".".join(filter(None, (outer, name.lstrip(".")))) for name in names)
+
+
+def _as_laid(fused: FusedParts, num_ranks: int) -> FusedParts:
+    """Return the parts as groups, one for each of the ranks whose parts lie one after another."""
+    if num_ranks == 1:
+        return fused
+    sizes = tuple(size // num_ranks for size in fused.sizes)
+    return replace(fused, sizes=sizes, num_groups=num_ranks)
+
+
+def _regions_in_whole(
+    fused: FusedParts, num_ranks: int, shape: tuple[int, ...], place: Region
+) -> tuple[tuple[Region, Region], ...]:
+    """Return where each rank's part of each part is in memory, and in the whole in its order."""
+    dim, pairs = fused.dim, []
+    sizes = _as_laid(fused, num_ranks).sizes
+    for rank in range(num_ranks):
+        for index, size in enumerate(sizes):
+            start = rank * sum(sizes) + sum(sizes[:index])
+            offsets, extents, target = [0] * len(shape), [*shape], [*place.offsets]
+            offsets[dim], extents[dim] = start, size
+            target[dim] += sum(fused.sizes[:index]) + rank * size
+            inner = Region(tuple(offsets), tuple(extents))
+            pairs.append((inner, Region(tuple(target), inner.sizes)))
+    return tuple(pairs)
 
 
 def _require_fit(

@@ -1,0 +1,78 @@
+"""What layers declare about parameters that our engine has not cut.
+
+torch's ``fully_shard`` drops what a layer wrote on its parameters. And where tensor parallelism
+alone cuts a fused one, or FSDP2 beside it, the DTensor has the parts of each rank one after
+another, which is not the order of the whole; under our engine it has that of the whole:
+
+    whole                        [gate gate; up up]
+    DTensor, tp 2, FSDP2 or not  [gate; up; gate; up]
+
+So checkpoints ask the layers themselves, each time before parameters are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.mesh.annotation import ParameterAnnotation, annotation_of
+from megafsdp.mesh.fused_parts import FusedParts
+
+_ATTRIBUTE = "_megafsdp_declared_parts"
+
+
+@runtime_checkable
+class _Declares(Protocol):
+    """A layer of megafsdp.parallel."""
+
+    # By name alone: this room does not import the layers.
+    declarations: Mapping[str, ParameterAnnotation]
+    tp_mesh: DeviceMesh | None
+
+
+class DeclaredParts(NamedTuple):
+    """The logical tensors inside a parameter, and how it has them in memory.
+
+    Attributes:
+        fused: The parts of the whole; None if it is one logical tensor.
+        num_ranks: Of how many ranks it has the parts one after another; 1 in the whole's order.
+    """
+
+    fused: FusedParts | None
+    num_ranks: int = 1
+
+
+def declare_parts(model: nn.Module) -> None:
+    """Write on parameters that our engine has not cut which parts their layers declare; local."""
+    for module in model.modules():
+        if not isinstance(module, _Declares):
+            continue
+        for attribute, declared in module.declarations.items():
+            parameter = module._parameters.get(attribute)
+            if declared.fused is not None and _is_of_others(parameter):
+                setattr(parameter, _ATTRIBUTE, _parts_of(declared, declared.fused, module.tp_mesh))
+
+
+def declared_parts(parameter: torch.Tensor) -> DeclaredParts:
+    """Return the parts of a parameter whose model was given to :func:`declare_parts`."""
+    # Our engine copies attributes to the parameters that it makes, in which the order is another.
+    found = getattr(parameter, _ATTRIBUTE, None) if _is_of_others(parameter) else None
+    return DeclaredParts(annotation_of(parameter).fused) if found is None else found
+
+
+def _is_of_others(parameter: torch.Tensor | None) -> bool:
+    return isinstance(parameter, DTensor) and not isinstance(parameter, UnevenDTensor)
+
+
+def _parts_of(
+    declared: ParameterAnnotation, fused: FusedParts, tp_mesh: DeviceMesh | None
+) -> DeclaredParts:
+    # Of parts that repeat in groups each rank has whole groups: the order is the whole's.
+    is_cut = tp_mesh is not None and declared.tp_dim == fused.dim and fused.num_groups == 1
+    return DeclaredParts(fused, tp_mesh.size() if is_cut and tp_mesh is not None else 1)
