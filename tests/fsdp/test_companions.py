@@ -15,6 +15,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as repli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megafsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -304,3 +305,54 @@ def test_one_optimizer_of_torch_steps_units_replicas_and_what_torch_has_cut(
 ) -> None:
     """Its lists mix all of them; states are of the kind of their parameters."""
     ranks(2).run(_kinds_of_parameters, is_replica_first)
+
+
+def _averaged() -> None:
+    """A plain model is copied, then it and the copy are sharded alike."""
+    multi_avg = get_ema_multi_avg_fn(0.75)
+    reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+    net = copy.deepcopy(reference)
+    wanted, averaged = (AveragedModel(m, multi_avg_fn=multi_avg) for m in (reference, net))
+    for model in (net, averaged.module):
+        fully_shard(model[0])
+        fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"copy\.deepcopy"):
+        AveragedModel(net)
+    for _ in range(3):
+        for model, average in ((reference, wanted), (net, averaged)):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5).add_(0.25)
+            average.update_parameters(model)
+    assert_same_parameters(averaged.module, wanted.module, rtol=0, atol=0)
+    inputs = torch.ones(4, WIDTH)
+    averaged.eval(), wanted.eval()
+    with torch.no_grad():
+        assert torch.equal(averaged(inputs), wanted(inputs))
+
+
+def test_an_average_of_weights_is_made_before_both_are_sharded(ranks: Ranks) -> None:
+    """By torch's AveragedModel, moving exponentially, with all of its arithmetic's bits."""
+    ranks(2).run(_averaged)
+
+
+def _without_rows() -> None:
+    """The second rank's rows run out: its loss is a sum over none."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    net = copy.deepcopy(reference)
+    fully_shard(net[0])
+    fully_shard(net)
+    for num_rows in (3, 0):
+        rows = torch.randn(2 + num_rows, WIDTH, generator=_seeded(num_rows))
+        own = rows[:2] if rank == 0 else rows[2:]
+        for model in (reference, net):
+            model.zero_grad()
+        reference(rows).square().sum().div(len(rows)).backward()
+        (net(own).square().sum() * num_ranks / len(rows)).backward()
+        assert_same_grads(net, reference, rtol=1e-5, atol=1e-7)
+
+
+def test_a_rank_may_have_a_batch_without_rows(ranks: Ranks) -> None:
+    """With each rank's loss weighted by its rows, gradients are those of all rows."""
+    ranks(2).run(_without_rows)

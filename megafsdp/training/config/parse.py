@@ -107,7 +107,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
         print(_help(given.help), end="")
         raise SystemExit(0)
     if unknown and unknown[0].startswith("--"):
-        raise _unknown(unknown[0][2:].partition("=")[0], _COMMAND_LINE)
+        name = unknown[0][2:].partition("=")[0]
+        raise _section(name) if name in sections() else _unknown(name, _COMMAND_LINE)
     if unknown:
         raise _unreadable(repr(unknown[0]), _COMMAND_LINE)
     values: dict[str, dict[str, Any]] = {}
@@ -311,6 +312,14 @@ def _unknown(name: str, where: str, names: Collection[str] | None = None) -> Con
     nearest = list(dict.fromkeys([*similar, *(k for k in last if last[k] in namesakes)]))
     hint = f"Did you mean {' or '.join(nearest[:_NUM_SUGGESTIONS])}" if nearest else "See --help"
     return ConfigError(expected("a known name", repr(name), where=where, hint=hint))
+
+
+def _section(name: str) -> ConfigError:
+    """Return the error of a section that was given as if it were one value."""
+    field = next(known for known in _known_names() if known.startswith(f"{name}."))
+    hint = f"Give one of its fields, such as --{field}; megafsdp train --help {name} lists them"
+    what = "a field of a section"
+    return ConfigError(expected(what, f"the section '{name}'", where=_COMMAND_LINE, hint=hint))
 
 
 def _unreadable(got: str, where: str) -> ConfigError:

@@ -319,6 +319,14 @@ def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(text) < 3000
 
 
+@pytest.mark.parametrize("arguments", [["--optimizer", "muon"], ["--optimizer=muon"]])
+def test_a_section_that_is_given_a_value_names_one_of_its_fields(arguments: list[str]) -> None:
+    """As a flag of other programs might be spelled."""
+    words = r"the section 'optimizer'.*such as --optimizer\.kind; megafsdp train --help optimizer"
+    with pytest.raises(ConfigError, match=words):
+        parse_config(arguments)
+
+
 def test_help_of_a_section_describes_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     """With types in words, defaults, and values that stand in groups; others are not there."""
     text = _help(capsys, "schedule", "logging")
