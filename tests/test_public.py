@@ -57,7 +57,7 @@ OWN_METHODS = {"no_sync", "state_dict", "zero_grad"}
 # function of which our units refuse the call; tests/fsdp/test_torch_callers.py calls all three.
 TORCH_ALONE = {"CPUOffloadPolicy", "DataParallelMeshDims", "share_comm_ctx"}
 STORED_NAMES = Path(__file__).parent / "golden" / "torch_fsdp2_names.json"
-VERSIONS = ["installed", "2.11.0", "2.12.0", "2.13.0"]
+VERSIONS = ["installed", "2.11.0", "2.12.0", "2.13.0", "2.14.1"]
 # What README, docs, examples and pyproject.toml import, beside the names of the package itself.
 IMPORT_PATHS = {
     "megafsdp.__main__": {"main"},

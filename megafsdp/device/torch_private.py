@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch._ops import (
-    OpOverload as OpOverload,  # The type of operators; public: none; 2.11 to 2.13.
+    OpOverload as OpOverload,  # The type of operators; public: none; 2.11 to 2.14.
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,7 +33,7 @@ _read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor's memory was written, as autograd counts it.
 
-    Public: none; only ``torch.autograd.graph.increment_version`` writes the count. 2.11 to 2.13.
+    Public: none; only ``torch.autograd.graph.increment_version`` writes the count. 2.11 to 2.14.
     """
     return tensor._version
 
@@ -41,7 +41,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
     """Return the sum of :func:`version_of` over tensors.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     return sum(map(_read_version, tensors))
 
@@ -49,7 +49,7 @@ def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
 def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context after which the tensors' versions are what they were before.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensors)
     return context
@@ -58,7 +58,7 @@ def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
 def base_of(view: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that a view was made of; None for a tensor that is no view.
 
-    Public: none; ``Tensor._is_view`` is private too. 2.11 to 2.13.
+    Public: none; ``Tensor._is_view`` is private too. 2.11 to 2.14.
     """
     return view._base
 
@@ -66,7 +66,7 @@ def base_of(view: torch.Tensor) -> torch.Tensor | None:
 def is_backward_running() -> bool:
     """Return whether the autograd engine runs on this thread, as during recomputation.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     return torch._C._current_graph_task_id() >= 0
 
@@ -74,7 +74,7 @@ def is_backward_running() -> bool:
 def func_transforms() -> list[str]:
     """Return the transforms of ``torch.func`` that run on this thread, outermost first.
 
-    Named grad (of vjp and Jacobians too), jvp, vmap or functionalize. Public: none. 2.11 to 2.13.
+    Named grad (of vjp and Jacobians too), jvp, vmap or functionalize. Public: none. 2.11 to 2.14.
     """
     functorch = torch._C._functorch
     # Asked for in every forward; the stack is built anew by each call.
@@ -98,7 +98,7 @@ def call_after_backward(callback: Callable[[], None], *, when_freed: Callable[[]
     A backward that fails calls none and frees them before it raises; where a thread of the engine
     runs it, as on CUDA, possibly a little later and on that thread.
 
-    Public: none; FSDP2 and DDP use the same. 2.11 to 2.13.
+    Public: none; FSDP2 and DDP use the same. 2.11 to 2.14.
 
     Args:
         callback: What is called after a whole backward.
@@ -112,7 +112,7 @@ def call_after_backward(callback: Callable[[], None], *, when_freed: Callable[[]
 def num_gradient_hooks(parameter: torch.Tensor) -> int:
     """Return how many hooks wait for a leaf's gradient.
 
-    Public: none; hooks can be registered, not listed. 2.11 to 2.13.
+    Public: none; hooks can be registered, not listed. 2.11 to 2.14.
     """
     hooks = getattr(parameter, "_backward_hooks", None) or ()
     return len(hooks) + len(post_accumulate_hooks(parameter))
@@ -121,7 +121,7 @@ def num_gradient_hooks(parameter: torch.Tensor) -> int:
 def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Return what ``register_post_accumulate_grad_hook`` has registered on a leaf.
 
-    Public: none; hooks can be registered, not listed. 2.11 to 2.13.
+    Public: none; hooks can be registered, not listed. 2.11 to 2.14.
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
@@ -130,14 +130,14 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 def as_subclass_with_grad(cls: type[T], tensor: torch.Tensor) -> T:
     """Make a leaf of a subclass that aliases a plain tensor and requires a gradient.
 
-    Public: ``Tensor.as_subclass`` keeps autograd's history, hence makes no leaf. 2.11 to 2.13.
+    Public: ``Tensor.as_subclass`` keeps autograd's history, hence makes no leaf. 2.11 to 2.14.
     """
     return torch.Tensor._make_subclass(cls, tensor, True)
 
 
 # Splits a flat tensor into views with the shapes of others, in one call of C++; a Python function
 # around it would be one more hop for every group in every backward. Public: ``Tensor.split`` and a
-# ``view`` for each, several times as slow. 2.11 to 2.13.
+# ``view`` for each, several times as slow. 2.11 to 2.14.
 split_as: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 split_as = torch._utils._unflatten_dense_tensors
 
@@ -145,7 +145,7 @@ split_as = torch._utils._unflatten_dense_tensors
 def wrapper_like(cls: type[T], tensor: torch.Tensor) -> T:
     """Make a tensor of a class without memory, with the shape, dtype and device of another.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     return torch.Tensor._make_wrapper_subclass(
         cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
@@ -162,7 +162,7 @@ def empty_wrapper(
 ) -> T:
     """Make a tensor of a class without memory; its storage has no bytes.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     return torch.Tensor._make_wrapper_subclass(
         cls, tuple(shape), strides=tuple(stride), dtype=dtype, device=device, storage_size=0
@@ -172,7 +172,7 @@ def empty_wrapper(
 def is_replaceable(tensor: torch.Tensor) -> bool:
     """Return whether :func:`replace_tensor` can: no graph, reducer or weak reference is on it.
 
-    Public: none; ``swap_tensors`` raises after it was called. 2.11 to 2.13.
+    Public: none; ``swap_tensors`` raises after it was called. 2.11 to 2.14.
     """
     if weakref.getweakrefs(tensor):
         return False
@@ -188,7 +188,7 @@ def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give a tensor the class and memory of another one, and the other those of it.
 
     What users wrote on the tensor, and its gradient, stay on it. Public: ``torch.utils``, of which
-    ``swap_tensors`` exchanges these too. 2.11 to 2.13.
+    ``swap_tensors`` exchanges these too. 2.11 to 2.14.
     """
     written, grad = dict(vars(tensor)), tensor.grad
     torch.utils.swap_tensors(tensor, other)
@@ -197,7 +197,7 @@ def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # What torch.nn.functional.grouped_mm calls, and overrides of tensor subclasses see. Public: the
-# function itself, which they do not see. 2.11 to 2.13; None where it is not there.
+# function itself, which they do not see. 2.11 to 2.14; None where it is not there.
 grouped_product: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
 
 
@@ -214,7 +214,7 @@ def scaled_product(
 
     On CPUs it works too, hundreds to thousands of times slower than a product of decoded values.
 
-    Public: ``torch.nn.functional.scaled_mm``, not in 2.9; this one is in all. 2.11 to 2.13.
+    Public: ``torch.nn.functional.scaled_mm``, not in 2.9; this one is in all. 2.11 to 2.14.
     """
     return torch._scaled_mm(
         a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
@@ -226,7 +226,7 @@ def unscale_and_check(
 ) -> None:
     """Multiply tensors in place, and set ``found_inf`` to 1 if an element is not finite.
 
-    Public: ``torch.amp.GradScaler``, which reduces nothing over ranks. 2.11 to 2.13.
+    Public: ``torch.amp.GradScaler``, which reduces nothing over ranks. 2.11 to 2.14.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
 
@@ -235,7 +235,7 @@ def no_torch_function() -> object:
     """Return what a class sets as ``__torch_function__`` to have no override.
 
     Public: none; a classmethod that passes calls on costs a Python call for each attribute. 2.11 to
-    2.13.
+    2.14.
     """
     return torch._C._disabled_torch_function_impl
 
@@ -243,7 +243,7 @@ def no_torch_function() -> object:
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which the overrides of tensor subclasses are not called.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
@@ -252,21 +252,21 @@ def without_torch_function() -> AbstractContextManager[None]:
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """Return an operator's name and arguments, with the marks of those it writes.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     return op._schema
 
 
 # Sets what torch.compile does to frames of this thread, and returns what it did: None runs them as
 # they are. A Python function around it would be such a frame. Public: ``torch.compiler.disable``,
-# which covers one function and not what follows it. 2.11 to 2.13.
+# which covers one function and not what follows it. 2.11 to 2.14.
 set_tracer: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
     """Have ``torch.compile`` trace a function only as a part of another one's graph.
 
-    Public: none; ``torch.compiler.disable`` keeps it out of graphs too. 2.11 to 2.13.
+    Public: none; ``torch.compiler.disable`` keeps it out of graphs too. 2.11 to 2.14.
     """
     _skip(function, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
     return function
@@ -276,14 +276,14 @@ def untraced_hook(function: Callable[P, R]) -> Callable[P, R]:
     """Have ``torch.compile`` run a function as it is, with all that it calls; costs nothing.
 
     For what torch itself calls, outside of graphs: one that contained the call would trace it.
-    Public: none; ``torch.compiler.disable`` puts a function around it. 2.11 to 2.13.
+    Public: none; ``torch.compiler.disable`` puts a function around it. 2.11 to 2.14.
     """
     _skip(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)
     return function
 
 
 def _skip(function: Callable[..., object], action_on_calls: Any) -> None:
-    """Run the frames of a function as they are. Public: none. 2.11 to 2.13."""
+    """Run the frames of a function as they are. Public: none. 2.11 to 2.14."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, action_on_calls)
     # Of a wrapped function this is the wrapper's, which others may share.
@@ -298,7 +298,7 @@ def end_graph(reason: Callable[[], str]) -> None:
         reason: Returns what ``fullgraph=True`` raises.
 
     Public: none; ``torch.compiler.disable`` has a reason for a function, not for an object. 2.11 to
-    2.13.
+    2.14.
     """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=reason())
@@ -308,7 +308,7 @@ def without_modes() -> AbstractContextManager[None]:
     """Return a context in which no dispatch mode sees what is made, such as a subclass of tensors.
 
     Modes count, fake or record operators: selective recomputation enters one. They cannot make
-    ``torch.nn.attention.bias.CausalBias``. Public: none. 2.11 to 2.13.
+    ``torch.nn.attention.bias.CausalBias``. Public: none. 2.11 to 2.14.
     """
     return _disable_current_modes()
 
@@ -317,7 +317,7 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that ``torch.compile`` must run as it is, with all that it calls.
 
     Public: ``torch.compiler.disable`` does the same, but imports the compiler at once, which takes
-    seconds. 2.11 to 2.13.
+    seconds. 2.11 to 2.14.
     """
     why = f"{function.__qualname__}() runs outside of graphs"
 
@@ -340,7 +340,7 @@ def is_tracing() -> bool:
     """Return whether ``torch.compile`` makes a graph of what runs now.
 
     Public: ``torch.compiler.is_compiling()``, which before 2.13 is false while it traces what
-    tensor subclasses do. 2.11 to 2.13.
+    tensor subclasses do. 2.11 to 2.14.
     """
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
@@ -351,7 +351,7 @@ def refuse_graphs(tensor: torch.Tensor, reason: str) -> None:
     For operators of tensor subclasses, which the compiler runs once without values and then puts
     into the graph, unless this error says that it cannot run them so. ``fullgraph=True`` raises,
     with the reason. Public: none; a graph break of ``torch.compiler`` works in traced code alone.
-    2.11 to 2.13.
+    2.11 to 2.14.
     """
     if is_tracing() and type(tensor) is not torch.Tensor:
         # It only shows what is unsupported.
@@ -361,7 +361,7 @@ def refuse_graphs(tensor: torch.Tensor, reason: str) -> None:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of the own buffers that a state dict leaves out.
 
-    Public: none; ``state_dict()`` runs hooks. 2.11 to 2.13.
+    Public: none; ``state_dict()`` runs hooks. 2.11 to 2.14.
     """
     return module._non_persistent_buffers_set
 
@@ -374,7 +374,7 @@ def run_truncated_normal(run: Callable[[torch.Tensor, Callable[..., Any]], bool]
     cannot know of the others' rows. ``run(tensor, fill)`` returns whether it has filled the tensor;
     ``fill(other)`` fills another by the same distribution.
 
-    Public: none; torch offers an override for most other initialisers. 2.11 to 2.13.
+    Public: none; torch offers an override for most other initialisers. 2.11 to 2.14.
     """
     original = nn.init._no_grad_trunc_normal_
 
@@ -391,7 +391,7 @@ def fast_profiler_range(name: str) -> AbstractContextManager[object]:
     """Return a context that profilers show under a name.
 
     Public: ``torch.profiler.record_function`` costs 20 times as much without a profiler. 2.11 to
-    2.13.
+    2.14.
     """
     context: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(name)
     return context
@@ -400,7 +400,7 @@ def fast_profiler_range(name: str) -> AbstractContextManager[object]:
 def tensor_rebuilder() -> Callable[..., torch.Tensor]:
     """Return the function by which files of ``torch.save`` name a tensor.
 
-    Public: none; its name is a part of the file format. 2.11 to 2.13.
+    Public: none; its name is a part of the file format. 2.11 to 2.14.
     """
     rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
     return rebuild
@@ -409,7 +409,7 @@ def tensor_rebuilder() -> Callable[..., torch.Tensor]:
 def record_memory_history(*, is_wanted: bool) -> None:
     """Begin, or end, to record the allocations of the GPU with their stacks.
 
-    Public: none; ``torch.profiler`` records sizes alone. 2.11 to 2.13.
+    Public: none; ``torch.profiler`` records sizes alone. 2.11 to 2.14.
     """
     torch.cuda.memory._record_memory_history("all" if is_wanted else None, max_entries=1_000_000)
 
@@ -417,6 +417,6 @@ def record_memory_history(*, is_wanted: bool) -> None:
 def dump_memory_history(path: str) -> None:
     """Write what was recorded, as torch's page pytorch.org/memory_viz reads it.
 
-    Public: ``torch.cuda.memory_snapshot`` lacks the history. 2.11 to 2.13.
+    Public: ``torch.cuda.memory_snapshot`` lacks the history. 2.11 to 2.14.
     """
     torch.cuda.memory._dump_snapshot(path)

@@ -2,7 +2,7 @@
 
 ``torch.distributed.pipelining`` reduces gradients through the state behind it after a step's last
 microbatch, and torch's ``register_fsdp_forward_method`` gathers through it. The names are torch's,
-as read by 2.11 to 2.13; what is not here is refused by name. No other code of megafsdp uses it.
+as read by 2.11 to 2.14; what is not here is refused by name. No other code of megafsdp uses it.
 
 transformers asks for a mark on modules: its models then run as often on each rank, as gathers need.
 """

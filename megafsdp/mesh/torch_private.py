@@ -8,13 +8,14 @@ versions in which the private name was seen.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import inspect
 import io
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, TypeVar, cast
@@ -22,7 +23,7 @@ from typing import IO, Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _state_dict_utils
+from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP
@@ -37,7 +38,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.tensor import DTensor, Partial
 
 # Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
-# through autograd and with a check of the placements. 2.11 to 2.13.
+# through autograd and with a check of the placements. 2.11 to 2.14.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -45,14 +46,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
 
-# Mixed into a module's class by replicate(); public: none. 2.11 to 2.13.
+# Mixed into a module's class by replicate(); public: none. 2.11 to 2.14.
 ReplicatedModule = DDP
 
-# The placement of rows that a later mesh axis has cut before; public: none. 2.11 to 2.13.
+# The placement of rows that a later mesh axis has cut before; public: none. 2.11 to 2.14.
 StridedShard = _StridedShard
 
 # Where a chunk lies in the files of torch.distributed.checkpoint; pickled by this name in each
-# .metadata. Public: none. 2.11 to 2.13.
+# .metadata. Public: none. 2.11 to 2.14.
 StorageInfo = filesystem._StorageInfo
 
 
@@ -60,7 +61,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     """Return the local tensor object of a DTensor: its version counter, no autograd.
 
     Public: ``DTensor.to_local()`` makes a new view through autograd, several times as slow. 2.11 to
-    2.13.
+    2.14.
     """
     return tensor._local_tensor
 
@@ -69,7 +70,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return mesh, placements and global shape of a DTensor as one object.
 
     Public: ``device_mesh``, ``placements`` and ``shape``, from which torch would make a new one.
-    2.11 to 2.13.
+    2.11 to 2.14.
     """
     return tensor._spec
 
@@ -82,7 +83,7 @@ def make_dtensor(
     ``empty`` is a tensor without elements of the local one's dtype and device, if the caller has
     one: to make it takes half as long as the rest.
 
-    Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.13.
+    Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.14.
     """
     # A wrapper without memory takes the offset over. Its data_ptr() is then not 0, and torch's
     # staging would copy it as if it had memory.
@@ -97,7 +98,7 @@ def make_dtensor(
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor, which stays the object that it is.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     tensor._local_tensor = local
 
@@ -108,7 +109,7 @@ def wrap_part(
     """Return a DTensor of a shape whose part on this rank of a 1-D mesh is ``local``; aliases.
 
     Public: ``DTensor.from_local()``, which takes a view, and not all subclasses have one. 2.11 to
-    2.13.
+    2.14.
     """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, local.dtype)
@@ -118,7 +119,7 @@ def wrap_part(
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return what users and layers wrote on a tensor; of a DTensor without its own two fields.
 
-    Public: ``vars()``, which has those of a DTensor too. 2.11 to 2.13.
+    Public: ``vars()``, which has those of a DTensor too. 2.11 to 2.14.
     """
     fields = ("_local_tensor", "_spec")
     return {name: value for name, value in vars(tensor).items() if name not in fields}
@@ -127,7 +128,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that a mesh was sliced from; the mesh itself if it was not.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     return mesh._get_root_mesh()
 
@@ -135,7 +136,7 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def norm_placement(order: float) -> Partial:
     """Return the placement of norms of each rank's own elements: their powers are added.
 
-    Public: none; ``Partial`` adds the norms themselves. 2.11 to 2.13.
+    Public: none; ``Partial`` adds the norms themselves. 2.11 to 2.14.
     """
     return _NormPartial(order)
 
@@ -143,7 +144,7 @@ def norm_placement(order: float) -> Partial:
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the 1-D mesh of all ranks of a mesh, in row-major order.
 
-    Collective on first use. Public: none. 2.11 to 2.13.
+    Collective on first use. Public: none. 2.11 to 2.14.
     """
     return mesh._flatten()
 
@@ -151,7 +152,7 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
     """Return the mesh of the axes of several, over their groups; None if torch cannot join them.
 
-    It can from 2.12 on, for slices of one root with names. Public: none. 2.12 and 2.13.
+    It can from 2.12 on, for slices of one root with names. Public: none. 2.12 to 2.14.
     """
     if not hasattr(DeviceMesh, "_concatenate") or not all(m.mesh_dim_names for m in meshes):
         return None
@@ -166,17 +167,34 @@ def forget_dtensor_meshes() -> None:
     """Empty DTensor's caches, which find specs by equality, and with them meshes of lost groups.
 
     For a process that makes process groups one after another. Public: none; torch's own functions
-    for it import the compiler. 2.11 to 2.13.
+    for it import the compiler. 2.11 to 2.14.
     """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+@contextlib.contextmanager
+def meta_devices_counted() -> Iterator[None]:
+    """Have operators of DTensors run on meshes of meta devices.
+
+    torch 2.14 weighs what redistributing their inputs would cost, and for it asks the handle of the
+    mesh's device, which meta has none of, how many devices a machine has. Where nothing is
+    redistributed the answer decides nothing. Public: none. 2.11 to 2.14.
+    """
+    asked: Any = device_mesh._mesh_resources
+    count = asked.num_devices_per_host
+    asked.num_devices_per_host = lambda kind: 1 if kind == "meta" else count(kind)
+    try:
+        yield
+    finally:
+        del asked.num_devices_per_host
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:
     """Register a module as torch's own ``fully_shard`` does, whose companions look there.
 
     ``replicate()`` refuses such a module, and leaves its parameters out below another one. Public:
-    none. 2.11 to 2.13.
+    none. 2.11 to 2.14.
     """
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
@@ -185,7 +203,7 @@ def register_as_fully_sharded(module: nn.Module) -> None:
 def set_fully_shard_state(module: nn.Module, state: object) -> None:
     """Set what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
 
-    Public: none; ``torch.distributed.pipelining`` asks for it. 2.11 to 2.13.
+    Public: none; ``torch.distributed.pipelining`` asks for it. 2.11 to 2.14.
     """
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
 
@@ -195,7 +213,7 @@ def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
     """Have torch call ``check`` on each module given to its ``fully_shard`` or ``replicate``.
 
     Once a process for each function, before torch changes a parameter. Public: none; torch takes
-    parameters that are DTensors for those of tensor parallelism. 2.11 to 2.13.
+    parameters that are DTensors for those of tensor parallelism. 2.11 to 2.14.
     """
     find = fully_shard_file._get_modules_and_states
 
@@ -215,7 +233,7 @@ def check_before_split_backwards(check: Callable[[nn.Module, str], None]) -> Non
     They make the gradients of inputs first, and later those of the weights that a module shows
     between forward and backward. ``check`` is called on all ranks, with the module of each stage
     and the schedule's name. Nothing is done until pipelining is imported, which takes a second.
-    Public: none; a stage calls nothing of its module that tells. 2.11 to 2.13.
+    Public: none; a stage calls nothing of its module that tells. 2.11 to 2.14.
     """
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is not None:
@@ -224,7 +242,7 @@ def check_before_split_backwards(check: Callable[[nn.Module, str], None]) -> Non
 
 @functools.cache
 def _check_before_steps(schedules: Any, check: Callable[[nn.Module, str], None]) -> None:
-    """Have steps of schedules begin with the check. Public: none. 2.11 to 2.13."""
+    """Have steps of schedules begin with the check. Public: none. 2.11 to 2.14."""
     step = schedules.PipelineScheduleMulti.step
 
     @functools.wraps(step)
@@ -278,7 +296,7 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
     """Return the parameters that torch's ``fully_shard`` has cut, while they are sharded; local.
 
     Public: the DTensors' meshes and placements, which do not say which axes were there before.
-    2.11 to 2.13.
+    2.11 to 2.14.
     """
     found: dict[nn.Parameter, TorchShard] = {}
     for module in model.modules():
@@ -311,7 +329,7 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
 def _torch_groups(state: Any) -> list[Any]:
     """Return the parameter groups of a module of torch's FSDP2; one or none in 2.11.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -322,7 +340,7 @@ def _torch_groups(state: Any) -> list[Any]:
 def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
     """Return a context that launches the collectives issued in it as one.
 
-    It yields the handle to wait for. Public: none; FSDP2 uses the same. 2.11 to 2.13.
+    It yields the handle to wait for. Public: none; FSDP2 uses the same. 2.11 to 2.14.
     """
     context: AbstractContextManager[Any] = dist._coalescing_manager(group=group, async_ops=True)
     return context
@@ -332,7 +350,7 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
     """Return the reduction that multiplies each addend by a factor, of NCCL alone.
 
     For bf16 torch up to 2.13 gives NCCL a factor of zero. Public: none in 2.11; then
-    ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.13.
+    ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.14.
     """
     return dist._make_nccl_premul_sum(factor)
 
@@ -341,7 +359,7 @@ def high_priority_options(timeout: datetime.timedelta) -> Any:
     """Return options of an NCCL group whose collectives go before other kernels that wait.
 
     Public: the class; the timeout, which must be that of the call that takes the options, is not.
-    2.11 to 2.13.
+    2.11 to 2.14.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
@@ -353,7 +371,7 @@ def new_group_options() -> dict[str, Any]:
 
     With NCCL its stream has a high priority, and its timeout is the default group's: behind full
     waves of other kernels a gather would come late. Empty without NCCL. Public: none for the
-    timeout. 2.11 to 2.13.
+    timeout. 2.11 to 2.14.
     """
     world = dist.group.WORLD
     if world is None or "cuda:nccl" not in dist.get_backend_config(world).split(","):
@@ -365,13 +383,13 @@ def new_group_options() -> dict[str, Any]:
 def default_store() -> dist.Store:
     """Return the store by which the ranks of the default group have met.
 
-    Public: none; a program that makes its own store has it. 2.11 to 2.13.
+    Public: none; a program that makes its own store has it. 2.11 to 2.14.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 class DeviceBackend(Protocol):
-    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.13."""
+    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.14."""
 
     @property
     def mem_allocator(self) -> Any:
@@ -390,7 +408,7 @@ class DeviceBackend(Protocol):
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
     """Return the backend that serves a device in a process group.
 
-    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.13.
+    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.14.
     """
     return cast(DeviceBackend, group._get_backend(device))
 
@@ -398,7 +416,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
     """Return a part of a file as a file, as ``torch.distributed.checkpoint`` reads a record.
 
-    Public: none. 2.11 to 2.13.
+    Public: none. 2.11 to 2.14.
     """
     # A BinaryIO is an IOBase; the stubs do not say so.
     return _create_file_view(stream, offset, nbytes)  # type: ignore[arg-type]
@@ -413,7 +431,7 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
     for each function; torch's own DTensors come too.
 
     Public: none; the setters read nothing of the tensor that other code does not read, so the
-    tensor cannot say how it is cut. 2.11 to 2.13.
+    tensor cannot say how it is cut. 2.11 to 2.14.
     """
     write_chunks = _state_dict_utils._distribute_tensors
     broadcast = dcp_state_dict._broadcast_state_dict

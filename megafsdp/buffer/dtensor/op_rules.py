@@ -118,7 +118,7 @@ class YieldingClass(type(DTensor)):  # type: ignore[misc]
 
     Of an operation's operands torch asks the first one, but those of a subclass before it: the
     unevenly sharded ones are said to be one. A ``__torch_dispatch__`` that declines would take
-    every other operation off torch's fast path. 2.12 to 2.13.
+    every other operation off torch's fast path. 2.12 to 2.14.
     """
 
     def __subclasscheck__(cls, subclass: type) -> bool:

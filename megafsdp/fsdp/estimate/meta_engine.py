@@ -34,7 +34,7 @@ from megafsdp.fsdp.runtime.root import reasons_to_keep
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.mesh.dtensor import joined_mesh
 from megafsdp.mesh.parallel_dims import TP, Meshes, flat_group
-from megafsdp.mesh.torch_private import forget_dtensor_meshes
+from megafsdp.mesh.torch_private import forget_dtensor_meshes, meta_devices_counted
 from megafsdp.quantize.tensor import QuantizedTensor
 
 _META = "meta"
@@ -147,7 +147,8 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=0, world_size=num_ranks)
     try:
-        yield
+        with meta_devices_counted():
+            yield
     finally:
         dist.destroy_process_group()
         # The next estimate may have equal meshes, over groups of its own.

@@ -93,7 +93,11 @@ def _wrong_calls() -> None:
         fully_shard_model(nn.Sequential(askew), [Layer], mesh=grid["data"])
     assert "Slice both" in str(caught.value)
     elsewhere = DeviceMesh("meta", grid["tp"].mesh, _init_backend=False)
-    other = Layer(DTensor.from_local(torch.ones(4, 4), elsewhere, [Shard(0)], run_check=False))
+    other = Layer(torch.ones(4, 4))
+    foreign = DTensor.from_local(torch.ones(4, 4), elsewhere, [Shard(0)], run_check=False)
+    # As nn.Parameter() makes it, which detaches: of such a mesh torch 2.14 dispatches nothing.
+    foreign.requires_grad_()._is_param = True
+    other.weight = foreign
     _refused(lambda: fully_shard(other, mesh=grid["data"]), ValueError, ["'cpu'", "'meta'"])
     # Of a model all units are looked at before the first is changed.
     model = nn.Sequential(Layer(cut), Layer(torch.ones(4, 4)))
