@@ -33,7 +33,6 @@ _FEW_STEPS = 2
 def run(size: Size, report: Report) -> None:
     """Measure the host, then each side."""
     with one_rank(size) as device:
-        _settle_sums()
         num_threads = default_host_threads(device.type)
         report.figure("threads of the probes and of FSDP2's optimizer", num_threads)
         with torch_threads(num_threads):
@@ -63,16 +62,6 @@ def run(size: Size, report: Report) -> None:
             gc.collect()
             if device.type == "cuda":
                 _return_memory()
-
-
-def _settle_sums() -> None:
-    """Have backward add up in one order, that of attention and embeddings too, where it can.
-
-    Else losses of equal steps part by what changes from run to run. Memory is not filled, which
-    would cost time.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _measure_host(size: Size, device: torch.device, report: Report) -> None:

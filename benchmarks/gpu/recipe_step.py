@@ -113,10 +113,12 @@ def _measure(
         times = _in_turns({_BF16: plain, name: side})
         report.figure(f"{way}, {name} beside {_BF16}: step_ms", times)
         numel = tokens[:, 1:].numel()
-        rates = {side: 1e3 * numel / each["median"] for side, each in times.items()}
+        rates = {which: 1e3 * numel / each["median"] for which, each in times.items()}
         report.figure(f"{way}, {name} beside {_BF16}: tokens a second", rates)
         ratio = rates[name] / rates[_BF16]
         report.mark(f"{way}, {name}: tokens a second over bf16", ratio, at_least=target)
+        # Before the next one is built.
+        del side
 
 
 def _started(name: str, config: ModelConfig, tokens: torch.Tensor, *, is_compiled: bool) -> Side:

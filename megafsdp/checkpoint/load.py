@@ -56,6 +56,7 @@ from megafsdp.checkpoint.state.canonical import (
     modules_with_extra_state,
     parameter_names,
 )
+from megafsdp.checkpoint.state.declared import require_whole_order
 from megafsdp.checkpoint.state.fused import wholes_by_part
 from megafsdp.checkpoint.state.histories import HistoryLoad
 from megafsdp.checkpoint.state.matching import Match, Rules, as_patterns, match
@@ -238,6 +239,8 @@ def _plan(
     manifest = read_manifest(path)
     # Each rank looks at its share of the files; the agreement unites what they find.
     require_files(manifest, path, sorted(manifest.files)[rank::world_size])
+    if targets.model is not None:
+        require_whole_order(targets.model, manifest, where=f"'{path}'")
     requests = _requests(targets, manifest, rules)
     matched = match(
         manifest,

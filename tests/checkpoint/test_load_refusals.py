@@ -506,3 +506,12 @@ def test_a_step_that_changes_while_it_is_copied_is_refused(
     assert "iter_0000001" in str(caught.value)
     load(tmp_path, model=(loaded := Toy()))
     assert differences(full_state(loaded, None), full_state(model, None)) == []
+
+
+def test_a_manifest_that_lost_its_last_newline_is_the_same(tmp_path: Path) -> None:
+    """As a copy by hand may leave it; what it says has a checksum."""
+    fill(model := Toy(), salt=1)
+    manifest = save(tmp_path, step=1, model=model) / "manifest.json"
+    manifest.write_text(manifest.read_text().rstrip())
+    load(tmp_path, model=(loaded := Toy()))
+    assert differences(full_state(loaded, None), full_state(model, None)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -485,6 +486,33 @@ def test_a_save_that_fails_leaves_a_second_jobs_save_of_its_step(
     monkeypatch.setattr(save_root, "reached", save_beside)
     with pytest.raises(CheckpointError, match="one job that saves to a root"):
         save(store.root, step=3, model=_filled(5))
+    assert latest_step(store.root) == 3
+    _require_whole(store, 3)
+
+
+def test_a_save_that_fails_leaves_what_a_second_job_writes_of_its_step(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records without a manifest as yet, in the same folder."""
+    _save_steps(store.root, [1])
+    is_written, may_end = threading.Event(), threading.Event()
+    second = threading.Thread(target=lambda: save(store.root, step=3, model=_filled(3)))
+
+    def in_turns(reached: str) -> None:
+        if reached != "records gathered":
+            return
+        if threading.current_thread() is not second:
+            second.start()
+            assert is_written.wait(60)
+        else:
+            is_written.set()
+            assert may_end.wait(60)
+
+    monkeypatch.setattr(save_root, "reached", in_turns)
+    with pytest.raises(CheckpointError, match="one job that saves to a root"):
+        save(store.root, step=3, model=_filled(5))
+    may_end.set()
+    second.join(60)
     assert latest_step(store.root) == 3
     _require_whole(store, 3)
 

@@ -44,6 +44,8 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 ANOTHER_STEP = f"load another step: pass step=, or write its number into {TRACKER_FILE}"
 DCP_METADATA_FILE = ".metadata"
 FORMAT_VERSION = 2
+# What may follow the last brace, as where an editor or a copy has changed the end of the line.
+_MOST_SPACE = 2
 
 
 class Record(NamedTuple):
@@ -106,6 +108,8 @@ class Manifest:
         fused_into: Key of each fused tensor that is stored in parts -> ``{"parts": keys in order,
             "dim": where they lie}``, and ``"num_groups"`` if the saved module had the parts in
             several groups. Scalars, such as a count of steps, are equal in all parts.
+        has_whole_order: Whether each fused tensor is in the order of the whole. If not, one of a
+            model that our engine had not cut may be in the order of the ranks.
         checksum: That of ``manifest.json``, which differs between two saves of a step; None where
             the manifest was not read from one.
     """
@@ -118,6 +122,7 @@ class Manifest:
     aliases: dict[str, str]
     files: dict[str, int]
     fused_into: dict[str, dict] = field(default_factory=dict)
+    has_whole_order: bool = True
     checksum: int | None = field(default=None, compare=False)
 
     def stored(self) -> set[str]:
@@ -196,6 +201,7 @@ def write_manifest(manifest: Manifest, directory: L) -> L:
         "objects": {k: _record_to_json(r, number) for k, r in manifest.objects.items()},
         "aliases": manifest.aliases,
         "fused_into": manifest.fused_into,
+        "has_whole_order": manifest.has_whole_order,
     }
     text = _canonical(body)
     path = joined(directory, MANIFEST_FILE)
@@ -273,6 +279,8 @@ def _manifest_from_json(body: dict, checksum: int) -> Manifest:
         aliases=body["aliases"],
         files=dict(map(tuple, body["files"])),
         fused_into=body["fused_into"],
+        # Releases that stored the order of the ranks wrote nothing of it.
+        has_whole_order=body.get("has_whole_order", False),
         checksum=checksum,
     )
 
@@ -290,14 +298,14 @@ def require_same(manifest: Manifest, directory: Location) -> None:
     if isinstance(directory, StorePath):
         # Files of another save have other names there.
         return
-    end = f'"crc32":{manifest.checksum}}}\n'.encode()
+    end = f'"crc32":{manifest.checksum}}}'.encode()
     try:
         with (directory / MANIFEST_FILE).open("rb") as stream:
-            stream.seek(-len(end), os.SEEK_END)
+            stream.seek(-min(len(end) + _MOST_SPACE, stream.seek(0, os.SEEK_END)), os.SEEK_END)
             found = stream.read()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         found = b""
-    if found != end:
+    if not found.rstrip().endswith(end):
         raise CheckpointError.expected(
             "a checkpoint that stays until it is loaded",
             "another one of the same step" if found else "none any more",

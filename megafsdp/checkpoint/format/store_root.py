@@ -116,10 +116,14 @@ class StoreSaves:
         folder = _in_store(draft)
         try:
             names = folder.list_names()[0]
+            own = [name for name in names if draft.suffix in name]
             if _has_whole_manifest(folder):
                 # Of this attempt, whose tracker failed, or of the one that it was to replace.
                 kept = read_manifest(folder).files
-                names = [name for name in names if draft.suffix in name and name not in kept]
+                names = [name for name in own if name not in kept]
+            elif not (self.root / _marker_of(draft)).is_file():
+                # A second job took this one for dead: what else is here may be what it writes.
+                names = own
             folder.remove(names)
             self.root.remove([_marker_of(draft)])
         except CheckpointError as error:

@@ -33,6 +33,7 @@ from megafsdp.checkpoint.huggingface.mapping import (
 )
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name, model_state, parameter_names
+from megafsdp.checkpoint.state.declared import declared_parts
 from megafsdp.errors import CheckpointError, expected
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.models.config import ModelConfig
@@ -214,7 +215,8 @@ def hub_state(model: nn.Module) -> HubState:
 
     Raises:
         CheckpointError: The model is not at rest.
-        NotImplementedError: A rank has some experts of a layer by themselves.
+        NotImplementedError: A rank has some experts of a layer by themselves, or has parts of a
+            fused tensor rank after rank.
     """
     listed = model_state(model)
     if listed.objects:
@@ -223,6 +225,7 @@ def hub_state(model: nn.Module) -> HubState:
     tensors: dict[str, torch.Tensor] = {}
     for parameter, name in names.items():
         _require_all_experts(name, parameter)
+        _require_whole_order(name, parameter)
         weight = main_weight_of(parameter)
         tensors[name] = parameter if weight is None else weight
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -254,12 +257,18 @@ def architecture_of(model: nn.Module) -> str:
 def _require_all_experts(name: str, tensor: torch.Tensor) -> None:
     experts = annotation_of(tensor).experts
     if experts is not None and experts.count < experts.total:
-        raise NotImplementedError(
-            expected(
-                "parameters of all experts of a layer",
-                f"{experts.count} of {experts.total} experts",
-                where=f"'{name}', to or from Hugging Face files",
-                hint="Go by a checkpoint: save() and megafsdp ckpt export-hf, or import-hf and "
-                "load()",
-            )
-        )
+        what, got = "parameters of all experts of a layer", f"{experts.count} of {experts.total}"
+        raise _refusal(what, f"{got} experts", name)
+
+
+def _require_whole_order(name: str, parameter: torch.Tensor) -> None:
+    num_ranks = declared_parts(parameter).num_ranks
+    if num_ranks > 1:
+        what = "fused parts in the order of the whole, as under megafsdp.fully_shard"
+        raise _refusal(what, f"those of {num_ranks} ranks of tp one after another", name)
+
+
+def _refusal(what: str, got: str, name: str) -> NotImplementedError:
+    hint = "Go by a checkpoint: save() and megafsdp ckpt export-hf, or import-hf and load()"
+    where = f"'{name}', to or from Hugging Face files"
+    return NotImplementedError(expected(what, got, where=where, hint=hint))

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.checkpoint.format.manifest import Manifest
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import ParameterAnnotation, annotation_of
 from megafsdp.mesh.fused_parts import FusedParts
 
@@ -64,6 +66,26 @@ def declared_parts(parameter: torch.Tensor) -> DeclaredParts:
     # Our engine copies attributes to the parameters that it makes, in which the order is another.
     found = getattr(parameter, _ATTRIBUTE, None) if _is_of_others(parameter) else None
     return DeclaredParts(annotation_of(parameter).fused) if found is None else found
+
+
+def require_whole_order(model: nn.Module, manifest: Manifest, *, where: str) -> None:
+    """Refuse a checkpoint whose order is not known, if one of these parameters has another; local.
+
+    Raises:
+        CheckpointError: An earlier release wrote it.
+    """
+    if manifest.has_whole_order:
+        return
+    declare_parts(model)
+    for name, parameter in model.named_parameters():
+        if declared_parts(parameter).num_ranks > 1:
+            raise CheckpointError.expected(
+                f"a checkpoint that says in which order it has the parts of '{name}'",
+                "one of an earlier release",
+                where=where,
+                hint="If megafsdp.fully_shard had cut the saved model, load it into such a one and "
+                "save anew; else load it with that release",
+            )
 
 
 def _is_of_others(parameter: torch.Tensor | None) -> bool:

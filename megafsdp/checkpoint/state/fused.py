@@ -65,10 +65,6 @@ class StoredForm:
         """
         if self.fused is None or self.fused.num_groups > 1 or section + self.name not in stored:
             return self
-        # A whole that was written beside tensor parallelism without our engine may be in the order
-        # of its ranks.
-        if self.num_in_order > 1:
-            return self
         return self if any(section + part in stored for part in self.parts) else self.undivided()
 
     def undivided(self) -> StoredForm:

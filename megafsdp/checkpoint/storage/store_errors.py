@@ -52,9 +52,7 @@ def as_checkpoint_error(error: Exception, url: str, verb: str) -> CheckpointErro
     elif number in _FULL or "quota" in text.lower():
         hint = "Make room in the store or raise its quota; what was published before stays"
     elif isinstance(error, FileNotFoundError) and verb == READ:
-        hint = (
-            "It was there when it was opened: a save that retires or replaces it removed it since"
-        )
+        hint = "A save that retires or replaces this checkpoint has removed it since it was opened"
     elif isinstance(error, FileNotFoundError):
         hint = "Make the bucket first, or correct the URL"
     else:

@@ -96,7 +96,8 @@ class BlockThread {
  public:
   using Largest = LargestOf<Source>;
 
-  // Loads a thread's values. Of those that are beyond the matrix nothing is written.
+  // Loads a thread's values. Beyond the matrix they are zero or its last row's; of these nothing is
+  // written.
   MEGAFSDP_INLINE BlockThread(const BlockTask& task, int64_t item, int thread) {
     const auto number = static_cast<uint32_t>(thread);
     step_ = kTileThreads / task.panel;

@@ -140,8 +140,8 @@ class LargestOf;
 template <>
 class LargestOf<float> {
  public:
-  // A word holds so many magnitudes as they are stored: numbered ones are put into it and taken
-  // out of it, two words are compared magnitude by magnitude.
+  // How many stored magnitudes a word of 32 bits holds. placed() and taken() put one in and take it
+  // out by its number, larger() compares two words magnitude by magnitude.
   static constexpr uint32_t kOfWord = 1;
 
   MEGAFSDP_INLINE static uint32_t placed(uint32_t magnitude, uint32_t) { return magnitude; }

@@ -73,7 +73,8 @@ class EncodeTransposedThread {
     LargestOf<Source> largest;
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) largest.note(row_values(i));
-    // The rows of a warp are of one block: of lanes with the same columns one raises its maxima.
+    // Of lanes with the same columns one raises the maxima of the block that the warp's rows are of.
+    static_assert(16 % (kRowsOfWord * (32 / kThreadsAcross)) == 0, "the least height of a block");
     if (!largest.template join_lanes<kThreadsAcross>()) return;
     uint32_t* const maxima = shared.maxima + first_factor(task);
     MEGAFSDP_UNROLL

@@ -83,7 +83,8 @@ template <int kWidth>
 MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWord], int thread,
                                  SharedCodes<kWidth>& shared) {
   const uint32_t word = thread / kThreadsAcross, first = thread % kThreadsAcross * kWidth;
-  // Of all of the thread's columns, which are as far apart as their words are many.
+  // Where the first of the thread's columns has the word. The next one's is kWordsOfCol further: how
+  // words change places is the same for all columns of a thread.
   uint32_t* const to = shared.words + place_of_word<kWidth>(first, word);
   MEGAFSDP_UNROLL
   for (int col = 0; col < kWidth; col += 4) {

@@ -289,7 +289,7 @@ def refuse_added(
                 where=where,
                 hint="Register them, or call get_peft_model(), before fully_shard(), which leaves "
                 "alone what ignored_params names; or give their modules fully_shard() calls of "
-                "their own. No unit reduces their gradients",
+                "their own. No unit reduces their gradients. What needs none may be a buffer",
             )
         )
 

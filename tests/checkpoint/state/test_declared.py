@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ import megafsdp
 from megafsdp import FusedAdam
 from megafsdp.buffer.dtensor.uneven import local_object
 from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint.format.manifest import read_manifest, write_manifest
+from megafsdp.checkpoint.huggingface.plan import hub_state
 from megafsdp.checkpoint.tools.torch_file import to_torch
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.runtime.torch_fsdp import shard_of
 from megafsdp.mesh.fused_parts import FusedParts, gate_and_up
 from megafsdp.parallel import Linear
@@ -131,3 +135,64 @@ def test_files_have_fused_weights_in_the_order_of_the_whole(
     wanted = _whole()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], whole) for name, whole in wanted.items())
+
+
+def _of_linears() -> nn.Module:
+    """The same names and shapes without parts, as a model of plain layers has them."""
+    whole, plain = Net(), nn.Module()
+    plain.pair, plain.uneven = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+    plain.load_state_dict({name: 2 * value for name, value in whole.state_dict().items()})
+    return plain
+
+
+def _loaded_and_saved(layout: tuple[str, int, int], root: Path, to: Path) -> None:
+    net, _ = _build(*layout)
+    load(root, model=net)
+    save(to, step=1, model=net)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_weights_that_were_saved_whole_are_put_in_the_order_of_the_ranks(
+    ranks: Ranks, tmp_path: Path, layout: tuple[str, int, int]
+) -> None:
+    """Those of plain layers, which know no parts."""
+    wanted = {name: value.detach() for name, value in _of_linears().named_parameters()}
+    save(tmp_path / "whole", step=1, model=_of_linears())
+    ranks(_num_ranks(layout)).run(_loaded_and_saved, layout, tmp_path / "whole", tmp_path / "again")
+    to_torch(tmp_path / "again", tmp_path / "again.pt")
+    found = torch.load(tmp_path / "again.pt", weights_only=True)["model"]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def _refused(layout: tuple[str, int, int], root: Path) -> None:
+    net, _ = _build(*layout)
+    kept = [local_object(p).detach().clone() for p in net.parameters()]
+    with pytest.raises(CheckpointError, match="one of an earlier release"):
+        load(root, model=net)
+    assert all(torch.equal(local_object(p), k) for p, k in zip(net.parameters(), kept, strict=True))
+
+
+def test_checkpoints_that_do_not_say_their_order_are_refused_where_it_matters(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Earlier releases wrote the order of the ranks; what our engine has cut loads them."""
+    engine = LAYOUTS[0]
+    ranks(_num_ranks(engine)).run(_saved, engine, tmp_path)
+    directory = tmp_path / "iter_0000001"
+    manifest = read_manifest(directory)
+    assert manifest.has_whole_order
+    write_manifest(replace(manifest, has_whole_order=False), directory)
+    for layout in LAYOUTS:
+        is_known = layout[0] == "engine" or layout[2] == 1
+        ranks(_num_ranks(layout)).run(_loaded if is_known else _refused, layout, tmp_path)
+
+
+def _to_hub() -> None:
+    net, _ = _build("tp", 1, 2)
+    with pytest.raises(NotImplementedError, match=r"'pair\.weight'.*Go by a checkpoint"):
+        hub_state(net)
+
+
+def test_files_of_hugging_face_go_by_a_checkpoint(ranks: Ranks) -> None:
+    """Rows in the order of ranks would be exported, and imported, as if they were the whole's."""
+    ranks(2).run(_to_hub)
