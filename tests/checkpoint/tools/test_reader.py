@@ -170,5 +170,5 @@ def test_an_object_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
     with CheckpointReader(root, 1) as reader:
         reader.object("extra")
         save(root, step=2, model=model, keep_last=1)
-        with pytest.raises(CheckpointError, match=r"__0_0.*retires or replaces it"):
+        with pytest.raises(CheckpointError, match=r"__0_0.*retires or replaces this checkpoint"):
             reader.tensor("model.weight")
