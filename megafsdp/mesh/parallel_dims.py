@@ -112,13 +112,16 @@ class ParallelDims:
         if shard == _FILL:
             shard = max(world_size // others, 1)
         if shard * others != world_size:
+            hint = f"Start {shard * others} processes, or set {DP_SHARD} to -1"
+            if self.dp_shard == _FILL:
+                hint = f"Start a multiple of {others} processes, or choose other degrees"
             raise ValueError(
                 expected(
                     f"degrees that multiply to the world size {world_size}",
                     f"{DP_OUTER} {self.dp_outer} x {DP_SHARD} {shard} x {CP} {self.cp} x {TP}"
                     f" {self.tp}",
                     where="ParallelDims",
-                    hint=f"Start {shard * others} processes, or set {DP_SHARD} to -1",
+                    hint=hint,
                 )
             )
         inner = world_size // self.dp_outer

@@ -65,8 +65,18 @@ def test_shard_degree_takes_what_is_left(
 )
 def test_degrees_must_multiply_to_the_world_size(dims: ParallelDims, world_size: int) -> None:
     """The message says the world size and how many processes would fit."""
-    with pytest.raises(ValueError, match=f"world size {world_size}.*Start [48] processes"):
+    with pytest.raises(
+        ValueError, match=f"world size {world_size}.*Start (a multiple of )?[48] processes"
+    ):
         dims.resolve(world_size)
+
+
+@pytest.mark.parametrize(("tp", "world_size"), [(3, 8), (4, 2)])
+def test_a_shard_degree_of_minus_one_is_not_proposed_again(tp: int, world_size: int) -> None:
+    """With it the other degrees alone are wrong: the cure is a multiple of them."""
+    with pytest.raises(ValueError, match=f"Start a multiple of {tp} processes") as raised:
+        ParallelDims(tp=tp).resolve(world_size)
+    assert "-1" not in str(raised.value)
 
 
 def test_experts_are_shared_out_within_a_sharded_group() -> None:
