@@ -246,9 +246,14 @@ def _json_text(line: str, json_key: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         hint = "Mend the line, or take the file out of the inputs"
         raise DataError(expected(what, f"broken JSON ({error})", where=where, hint=hint)) from error
-    if not isinstance(value, dict) or not isinstance(value.get(json_key), str):
-        keys = ", ".join(value) if isinstance(value, dict) else "none"
+    text = value.get(json_key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
         hint = "Set json_key to the key that holds the text"
-        raise DataError(expected(what, f"the keys {keys}", where=where, hint=hint))
-    text: str = value[json_key]
+        if isinstance(value, dict) and json_key in value:
+            found = f"{json.dumps(text):.40}"
+            hint = f"Take out the rows without text, or {hint[0].lower()}{hint[1:]}"
+        else:
+            keys = ", ".join(value) if isinstance(value, dict) else "none"
+            found = f"the keys {keys}"
+        raise DataError(expected(what, found, where=where, hint=hint))
     return text
