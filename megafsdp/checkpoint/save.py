@@ -298,8 +298,7 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Loc
     """
     written, error = None, begun.error
     if error is None:
-        # As bytes: rank 0 makes objects of them after the gather, without garbage collection.
-        written, error = attempt(lambda: pickle.dumps(_write(begun)))
+        written, error = attempt(lambda: _write(begun))
     try:
         outcomes = gather_on_rank_zero(written, error, group)
         return on_rank_zero(lambda: _publish(begun, outcomes), group)
@@ -307,6 +306,20 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Loc
         if rank_and_world_size()[0] == 0:
             saves_to(begun.draft.root).discard(begun.draft)
         raise
+
+
+@contextlib.contextmanager
+def _disk_errors(draft: Draft) -> Iterator[None]:
+    """Raise an error of the disk as ours: what it says itself names no step, often no file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError.expected(
+            f"to write step {draft.step}",
+            f"{type(error).__name__}: {error}",
+            where=f"'{draft.root}'",
+            hint="Make room on its disk, or save to another; what was published before stays",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -403,7 +416,14 @@ def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
     return own
 
 
-def _write(begun: BegunSave) -> Written:
+def _write(begun: BegunSave) -> bytes:
+    """Write this rank's share of the state; return what it wrote, pickled."""
+    # As bytes: rank 0 makes objects of them after the gather, without garbage collection.
+    with _disk_errors(begun.draft):
+        return pickle.dumps(_write_share(begun))
+
+
+def _write_share(begun: BegunSave) -> Written:
     """Write this rank's share of the state to its own file."""
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
@@ -431,8 +451,9 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Location:
         parts: list[Written] = [pickle.loads(part) for part in sent]
         manifest = describe(begun.draft.step, begun.state, parts)
         saves = saves_to(begun.draft.root)
-        saves.describe(manifest, begun.draft)
-    final = saves.publish(begun.draft)
+        with _disk_errors(begun.draft):
+            saves.describe(manifest, begun.draft)
+            final = saves.publish(begun.draft)
     removed = saves.prune(
         keep_last=begun.retention.keep_last, keep_every=begun.retention.keep_every
     )

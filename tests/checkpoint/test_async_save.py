@@ -444,7 +444,8 @@ def test_a_failure_is_raised_on_all_ranks(
     for rank, messages in enumerate(ranks(2).run(_fail, tmp_path, observers)):
         assert [bool(m) for m in messages] == [True] * (rank in observers) + [not are_all]
         raised = filter(None, messages)
-        assert all("step 2 failed" in m and "no space left (raised on 1" in m for m in raised)
+        assert all("step 2 failed" in m and "no space left. In" in m for m in raised)
+        assert all("stays. (raised on 1" in m for m in messages if m)
     assert on_disk.published_steps(tmp_path) == ([1, 3, 4] if are_all else [1, 4])
     assert list(tmp_path.glob(".tmp*")) == []
 

@@ -288,6 +288,8 @@ def test_a_rank_that_cannot_write_stops_all(ranks: Ranks, tmp_path: Path) -> Non
     """A full disk on one rank raises everywhere and leaves no trace; the older step stays."""
     for message in ranks(2).run(_save_with_failing_rank, tmp_path):
         assert "No space left on device" in message and "first on rank 1" in message
+        assert message.startswith("Expected to write step 2, got OSError: [Errno 28]")
+        assert f"In '{tmp_path}'. Make room on its disk" in message
     assert latest_step(tmp_path) == 1
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", on_disk.TRACKER_FILE]
 
