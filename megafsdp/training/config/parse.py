@@ -30,7 +30,7 @@ from megafsdp.training.config.described import (
     values_of,
 )
 from megafsdp.training.config.sections import Config
-from megafsdp.training.config.words import type_in_words, value_in_words
+from megafsdp.training.config.words import is_list, type_in_words, value_in_words
 
 _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
@@ -294,6 +294,8 @@ def _wrong_type(values: object, place: Sequence[object], where: str) -> ConfigEr
         return ConfigError(expected(what, value_in_words(values), where=where, hint=_HINT))
     what = f"{path} to be {type_in_words(hints[path])}"
     hint = f"See megafsdp train --help {names[0]} for what it does"
+    if isinstance(values, str | float) and is_list(hints[path]):
+        hint = f"Write a list of one item as [{values}]. {hint}"
     return ConfigError(expected(what, value_in_words(values), where=where, hint=hint))
 
 

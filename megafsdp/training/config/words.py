@@ -51,6 +51,13 @@ def type_in_words(hint: Any) -> str:
     return _KINDS[hint]
 
 
+def is_list(hint: Any) -> bool:
+    """Return whether a type, or null beside it, is a list of any length."""
+    if get_origin(hint) in (Union, types.UnionType, Annotated):
+        return any(map(is_list, get_args(hint)))
+    return get_origin(hint) is list
+
+
 def value_in_words(value: object) -> str:
     """Say what a value is, such as ``the text 'fast'``; values are spelt as YAML spells them."""
     if value is None:

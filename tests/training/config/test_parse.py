@@ -155,8 +155,14 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
         ),
         (
             ["--data.validation", "x"],
-            "data.validation to be a list, each item text, got the text 'x'",
+            "data.validation to be a list, each item text, got the text 'x'. In the command line."
+            " Write a list of one item as [x]. See megafsdp train --help data for what it does.",
         ),
+        (
+            ["--data.weights", "0.5"],
+            "0.5. In the command line. Write a list of one item as [0.5]. S",
+        ),
+        (["--optimizer.betas", "0.9"], "got 0.9. In the command line. See megafsdp train --help"),
         (["--data.weights", "[1, a]"], "each item a number above 0 or null, got the list [1, 'a']"),
         (
             ["--optimizer.lr_multipliers", "2"],
