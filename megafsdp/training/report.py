@@ -93,6 +93,18 @@ class Report:
                 self._is_output_lost = True
                 _LOGGER.warning("lines are lost: %s: %s", type(error).__name__, error)
 
+    @property
+    def _too_short(self) -> str:
+        """Say that a run was made for less than its checkpoint has; empty if it was not."""
+        train, state = self._config.train, self._state
+        for name, wanted, done in (
+            ("steps", train.steps, state.step),
+            ("samples", train.samples, state.consumed_samples),
+        ):
+            if wanted is not None and wanted < done:
+                return f"; train.{name} {wanted} counts those before a resume too: nothing is left"
+        return ""
+
     def start(self, num_parameters: int, last_step: int) -> None:
         """Print what is about to run."""
         config, world, parallel = self._config, self._world, self._config.parallel
@@ -112,7 +124,7 @@ class Report:
             f" {config.train.global_batch_size} x {config.data.sequence_length} tokens"
         )
         if self._state.step:
-            self.print_line(f"resumed from step {self._state.step} of {last_step}")
+            self.print_line(f"resumed from step {self._state.step} of {last_step}{self._too_short}")
         self._log_event(
             Event.STARTED,
             self._state.step,

@@ -92,6 +92,27 @@ def test_first_line_says_how_ranks_share_the_model(
     assert f"{said}_grads_params" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        ({"steps": 8}, "resumed from step 8 of 8\n"),
+        ({"steps": 5}, "of 8; train.steps 5 counts those before a resume too: nothing is left\n"),
+        ({"steps": None, "samples": 9}, "of 8; train.samples 9 counts those before"),
+    ],
+)
+def test_a_run_that_is_longer_than_asked_for_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: dict[str, Any], said: str
+) -> None:
+    """Who takes the length for that of the job alone sees why nothing is trained."""
+    config = tiny(tmp_path, train=length)
+    meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=1)
+    state = RunState(step=8, consumed_samples=64)
+    report = Report(config, World(0, 1, 0, 1, CPU), meter=meter, state=state)
+    report.start(99_000, 8)
+    report.close()
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "events.jsonl"])
 def test_a_full_disk_names_the_folder_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
