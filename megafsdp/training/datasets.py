@@ -22,7 +22,7 @@ from megafsdp.data import (
 from megafsdp.data.prep import recorded_tokenizer
 from megafsdp.data.tokenizer import BYTE_SPEC
 from megafsdp.errors import DataError, expected
-from megafsdp.training.config.sections import Config, require
+from megafsdp.training.config.sections import AUTO_TOKENIZER, Config, require
 from megafsdp.training.config.validate import split_shares
 
 _LOGGER = logging.getLogger("megafsdp.training")
@@ -216,10 +216,21 @@ def _warn_of_other_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         is_same = (recorded == BYTE_SPEC) == (spec == BYTE_SPEC)
         if not is_same or vocab_size != tokenizer.vocab_size:
             _LOGGER.warning(
-                "'%s' was prepared with the tokenizer '%s' of %d tokens, not with '%s' of %d: bits"
-                " per byte and text samples are wrong. Set data.tokenizer to it, or to null.",
+                "'%s' was prepared with the tokenizer '%s' of %d tokens, not with '%s' of %d:%s"
+                " bits per byte and text samples are wrong. %s.",
                 *(prefix, recorded, vocab_size, spec, tokenizer.vocab_size),
+                *_consequences(config),
             )
+
+
+def _consequences(config: Config) -> tuple[str, str]:
+    """Return what else another tokenizer makes wrong, and the cure."""
+    if config.model.from_hf is None or config.data.tokenizer != AUTO_TOKENIZER:
+        return "", "Set data.tokenizer to it, or to null"
+    return (
+        " the saved model takes them for other texts,",
+        "Prepare the data again with --tokenizer of model.from_hf, or set data.tokenizer",
+    )
 
 
 def _samples(config: Config, part: _Part, *, num_samples: int | None) -> SampleDataset:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +170,26 @@ def test_a_record_of_another_tokenizer_is_warned_of(
     said = [m for m in caplog.messages if "was prepared with the tokenizer" in m]
     assert len(said) == is_other
     assert all("not with 'byte' of 320" in message for message in said)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [
+        ("auto", "takes them for other texts, bits per byte .*Prepare the data again"),
+        ("saved/tokenizer.json", "of 320: bits per byte .*Set data.tokenizer to it"),
+    ],
+)
+def test_data_of_another_tokenizer_than_the_saved_models_is_prepared_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tokenizer: str, said: str
+) -> None:
+    """To set data.tokenizer would silence the warning and train on tokens that mean others."""
+    write_corpus(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": "byte", "vocab_size": 320}))
+    config = tiny(tmp_path, data={"tokenizer": tokenizer})
+    config = replace(config, model=replace(config.model, from_hf="saved"))
+    build_datasets(config, vocab_size=320, tokenizer=ByteTokenizer())
+    (message,) = (m for m in caplog.messages if "was prepared with the tokenizer" in m)
+    assert re.search(said, message)
 
 
 def test_tokenizer_of_other_data_is_refused(tmp_path: Path) -> None:
