@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import shlex
 from pathlib import Path
@@ -42,6 +43,7 @@ def _write_inputs(folder: Path) -> None:
             num_key_value_heads=1,
             head_dim=16,
             max_position_embeddings=64,
+            eos_token_id=0,
         )
     )
     model.save_pretrained(folder / "saved")
@@ -71,10 +73,16 @@ def test_the_commands_of_the_page_work(
         except SystemExit as end:
             code = end.code
         assert code == 0, command
-        printed[words[0]] = capsys.readouterr().out
-    assert len(commands) == 7
+        name = " ".join(words[: 1 + (words[0] == "ckpt")])
+        printed[name] = capsys.readouterr().out
+    assert len(commands) == 8
     assert printed["generate"].startswith("The")
-    assert "runs/tuned/checkpoints/iter_0000003: step 3, saved by 1 rank(s)" in printed["ckpt"]
+    assert (
+        "runs/tuned/checkpoints/iter_0000003: step 3, saved by 1 rank(s)" in printed["ckpt inspect"]
+    )
+    exported = tmp_path / "exported"
+    assert (exported / "tokenizer.json").is_file()
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0
     trace = "runs/tuned/profile/steps_5-6_rank_0.trace.json.gz"
     assert trace in printed["train"] and (tmp_path / trace).is_file()
     lines = (tmp_path / "runs" / "tuned" / "plain.txt").read_text().splitlines()
