@@ -260,13 +260,15 @@ def find_stored(config: Config) -> StoredRun | None:
 
     Raises:
         ConfigError: There are checkpoints and checkpoint.resume is false, or the latest
-            is not of a training run.
+            is not of a training run; or the run's folder is itself one of checkpoints.
         CheckpointError: The latest cannot be read.
     """
     folder = config.checkpoint_directory
     # The first rank decides: others may not see yet what it sees on a shared file system.
     (found,) = on_rank_zero(lambda: (_read_latest(folder),))
     if found is None:
+        (misplaced,) = on_rank_zero(lambda: (checkpoint.latest_step(config.run_directory),))
+        _require_none(misplaced, config.run_directory)
         return None
     step, extra, has_groups = found
     if not config.checkpoint.resume:
@@ -313,6 +315,21 @@ def _read_latest(folder: Location) -> tuple[int, dict[str, object], bool] | None
         extra = reader.object("extra")
         assert isinstance(extra, dict), "save() stores a dict"
         return step, extra, GROUPS_KEY in reader.manifest.objects
+
+
+def _require_none(step: int | None, folder: Path) -> None:
+    """Refuse to begin anew where checkpoints lie in the folder of the run itself."""
+    if step is None:
+        return
+    raise ConfigError(
+        expected(
+            "a new folder or that of a run",
+            f"one of checkpoints, the latest of step {step}",
+            where=f"run.directory, '{folder}'",
+            hint="Name another; to start from weights give a saved model as --model.from_hf, which "
+            "'megafsdp ckpt export-hf' writes; to go on with a run's give --checkpoint.directory",
+        )
+    )
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

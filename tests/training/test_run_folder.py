@@ -125,6 +125,14 @@ def test_a_run_does_not_go_on_from_weights_alone(tmp_path: Path) -> None:
         find_stored(config)
 
 
+def test_a_folder_of_imported_weights_is_no_folder_for_a_run(tmp_path: Path) -> None:
+    """The run would look in its folder `checkpoints`, find none, and begin with random weights."""
+    config = tiny(tmp_path)
+    save(config.run_directory, step=3, model=nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match=r"of a run, got .*step 3.*run'.*--model\.from_hf"):
+        find_stored(config)
+
+
 def test_a_checkpoint_says_the_model_of_its_run(tmp_path: Path) -> None:
     """And dtypes and data; what this version has no longer is left out."""
     config = tiny(tmp_path, model=HYBRID, precision={"param_dtype": "bf16"})
