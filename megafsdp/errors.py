@@ -28,6 +28,10 @@ class RankError(RuntimeError):
     """Report ranks that do not come, or that leave the others waiting."""
 
 
+class NonFiniteError(RuntimeError):
+    """Report a step that cannot be taken, as a loss or gradient norm is not finite."""
+
+
 class CheckpointError(RuntimeError):
     """Report a checkpoint that cannot be written, found, trusted, or matched to the model."""
 

@@ -20,7 +20,7 @@ from megafsdp.buffer.comm.agreement import attempt, raise_together
 from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_object
 from megafsdp.data import Loader, SampleSource, Tokenizer, load_tokenizer
 from megafsdp.device.host_threads import default_host_threads, torch_threads
-from megafsdp.errors import ConfigError, DataError, expected
+from megafsdp.errors import ConfigError, DataError, NonFiniteError, expected
 from megafsdp.mesh.parallel_dims import Meshes
 from megafsdp.models import ModelConfig, flops_per_token
 from megafsdp.optimizer.loss_scaler import LossScaler
@@ -54,7 +54,7 @@ from megafsdp.training.step.evaluation import (
 )
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
-from megafsdp.training.step.train_step import NonFiniteError, QueuedStep, StepResult, TrainStep
+from megafsdp.training.step.train_step import QueuedStep, StepResult, TrainStep
 from megafsdp.training.step.update import StatisticsRequest
 
 StepObserver = Callable[[int, StepResult], None]

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafsdp.checkpoint.state.merge import library_versions
 from megafsdp.data import PrepOptions, prepare
-from megafsdp.errors import CheckpointError, ConfigError, DataError, RankError
+from megafsdp.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RankError
 from megafsdp.training.cli.checkpoint_tools import add_ckpt_commands
 from megafsdp.training.config.parse import parse_config
 from megafsdp.training.dry_run.dry_run import dry_run, split_options
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, NotImplementedError) as error:
         report_failure(describe(error))
         return _CONFIG_EXIT_CODE
-    except (DataError, CheckpointError, RankError) as error:
+    except (DataError, CheckpointError, NonFiniteError, RankError) as error:
         report_failure(describe(error))
         return _FAILURE_EXIT_CODE
 

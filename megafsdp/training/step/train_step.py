@@ -25,7 +25,7 @@ from megafsdp.buffer.comm.collectives import all_gather_objects, all_reduce
 from megafsdp.checkpoint.format.manifest import TRACKER_FILE
 from megafsdp.data import Batch
 from megafsdp.device.host_copies import LateNumbers
-from megafsdp.errors import expected
+from megafsdp.errors import NonFiniteError, expected
 from megafsdp.fsdp import microbatch
 from megafsdp.optimizer.loss_scaler import LossScaler
 from megafsdp.training.process.signals import StopRequest
@@ -34,10 +34,6 @@ from megafsdp.training.step.update import StatisticsRequest, StepStatistics, Wei
 _LOGGER = logging.getLogger("megafsdp.training")
 _MAX_IDS = 64
 _UNWANTED, _NO_STATISTICS = StatisticsRequest(), StepStatistics()
-
-
-class NonFiniteError(RuntimeError):
-    """Report a step that cannot be taken, as a loss or gradient norm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

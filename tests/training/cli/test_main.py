@@ -104,6 +104,19 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_not_finite_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the samples; where in the loop it was raised would hide that."""
+    write_corpus(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(tiny(tmp_path, optimizer={"lr": 1e30})))
+    assert main(["train", "--config", str(path), "--schedule.warmup_samples=0"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("megafsdp: NonFiniteError: Expected a finite loss")
+    assert "In samples [" in message and "is saved in" in message
+
+
 def test_inspect_lists_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As text and as JSON; a folder without one is an error."""
     write_corpus(tmp_path)
