@@ -23,6 +23,7 @@ in an object store, which has no renames, in format/store_root.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -314,11 +315,13 @@ def _disk_errors(draft: Draft) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "Make room on its disk" if is_full else "Mend what the system names"
         raise CheckpointError.expected(
             f"to write step {draft.step}",
             f"{type(error).__name__}: {error}",
             where=f"'{draft.root}'",
-            hint="Make room on its disk, or save to another; what was published before stays",
+            hint=f"{cure}, or save to another folder; what was published before stays",
         ) from error
 
 

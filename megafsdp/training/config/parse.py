@@ -294,7 +294,7 @@ def _wrong_type(values: object, place: Sequence[object], where: str) -> ConfigEr
         return ConfigError(expected(what, value_in_words(values), where=where, hint=_HINT))
     what = f"{path} to be {type_in_words(hints[path])}"
     hint = f"See megafsdp train --help {names[0]} for what it does"
-    if isinstance(values, str | float) and is_list(hints[path]):
+    if isinstance(values, str | int | float) and is_list(hints[path]):
         hint = f"Write a list of one item as [{values}]. {hint}"
     return ConfigError(expected(what, value_in_words(values), where=where, hint=hint))
 
