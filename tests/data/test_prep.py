@@ -277,7 +277,7 @@ def test_chosen_endings_decide_what_a_json_file_is(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     prepare(PrepOptions(output=output, inputs=(str(tmp_path),), suffixes=(".json",)))
     assert _documents(output, "train") == ['{"text": 1}\n']
-    with pytest.raises(DataError, match="under the key 'text', got the keys text"):
+    with pytest.raises(DataError, match="under the key 'text', got 1"):
         prepare(PrepOptions(output=output, inputs=(str(tmp_path / "a.json"),)))
 
 
