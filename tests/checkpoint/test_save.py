@@ -510,14 +510,20 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
             assert torch.equal(empty.state[getattr(other[index], name)]["exp_avg"], wanted)
 
 
-def test_the_latest_step_is_not_overwritten(tmp_path: Path) -> None:
-    """Saving the published step again is refused; a directory of another step is replaced."""
+def _changed_since_step_2(root: Path) -> tuple[nn.Linear, torch.Tensor]:
+    """Save steps 1 and 2; return the model, changed since, and the weight that was saved."""
     model = nn.Linear(2, 2)
     for step in (1, 2):
-        save(tmp_path, step=step, model=model)
+        save(root, step=step, model=model)
     kept = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1)
+    return model, kept
+
+
+def test_the_latest_step_is_not_overwritten(tmp_path: Path) -> None:
+    """Saving the published step again is refused; a directory of another step is replaced."""
+    model, kept = _changed_since_step_2(tmp_path)
     with pytest.raises(CheckpointError, match="not the latest published one"):
         save(tmp_path, step=2, model=model)
     load(tmp_path, model=model)
@@ -534,12 +540,7 @@ def test_a_step_that_cannot_be_replaced_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory moved away for a checkpoint that cannot have its name comes back."""
-    model = nn.Linear(2, 2)
-    for step in (1, 2):
-        save(tmp_path, step=step, model=model)
-    kept = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight.add_(1)
+    model, kept = _changed_since_step_2(tmp_path)
     rename, refused = Path.rename, []
 
     def fail_once(path: Path, target: Path) -> Path:

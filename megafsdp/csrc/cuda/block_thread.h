@@ -116,11 +116,16 @@ class BlockThread {
         const uint32_t row = row_ + i * step_;
         // Below the matrix the values of its last row.
         const int64_t first = int64_t{row < task.rows ? row : task.rows - 1} * task.cols + col_;
-        values_[i] = load<Words>(task.values, first / kNeighbours);
+        values_[i] = load<NeighbourWords<Source>>(task.values, first / kNeighbours);
       }
     } else {
       MEGAFSDP_UNROLL
-      for (int i = 0; i < kBlockRows; ++i) load_part(task, i);
+      for (int i = 0; i < kBlockRows; ++i) {
+        const uint32_t row = row_ + i * step_;
+        const bool is_row_there = is_there_ && row < task.rows;
+        const int count = is_row_there ? static_cast<int>(task.cols - col_) : 0;
+        values_[i] = load_first<Source>(task.values, int64_t{row} * task.cols + col_, count);
+      }
     }
   }
 
@@ -130,7 +135,7 @@ class BlockThread {
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kBlockRows; ++i) {
       LargestOf<Source> largest;
-      largest.note(row_values(i));
+      largest.note(neighbours_of<Source>(values_[i]));
       maxima.words[i / Largest::kOfWord] |= Largest::placed(largest.stored(), i);
     }
     return maxima;
@@ -151,7 +156,8 @@ class BlockThread {
   MEGAFSDP_INLINE void finish(const BlockTask& task, int i, float factor) const {
     const uint32_t row = row_ + i * step_;
     if (!is_there_ || row >= task.rows) return;
-    const Neighbours<float> values = read_values(row_values(i), {task.dtype, Dtype::kNone});
+    const Neighbours<float> values =
+        read_values(neighbours_of<Source>(values_[i]), {task.dtype, Dtype::kNone});
     Neighbours<float> factors;
     MEGAFSDP_UNROLL
     for (float& each : factors.at) each = factor;
@@ -173,31 +179,7 @@ class BlockThread {
     return task.is_aligned && col_ + kNeighbours <= task.cols;
   }
 
-  // Values as words: where branches meet a compiler chooses between words one by one, and between
-  // values of 16 bits too, for which it would take each word apart as soon as it is loaded.
-  using Words = Vector<uint32_t, sizeof(Neighbours<Source>) / sizeof(uint32_t)>;
-
-  MEGAFSDP_INLINE Neighbours<Source> row_values(int i) const {
-    Neighbours<Source> values;
-    memcpy(&values, &values_[i], sizeof values);
-    return values;
-  }
-
-  // Loads a row's values one by one; beyond the matrix they are zero.
-  MEGAFSDP_INLINE void load_part(const BlockTask& task, int i) {
-    Neighbours<Source> values = {};
-    const uint32_t row = row_ + i * step_;
-    const int64_t first = int64_t{row} * task.cols + col_;
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) {
-      if (is_there_ && row < task.rows && col_ + k < task.cols) {
-        values.at[k] = static_cast<const Source*>(task.values)[first + k];
-      }
-    }
-    memcpy(&values_[i], &values, sizeof values);
-  }
-
-  Words values_[kBlockRows];
+  NeighbourWords<Source> values_[kBlockRows];
   uint32_t row_, step_, col_;
   bool is_there_;
 };

@@ -28,6 +28,31 @@ constexpr int kCodeBytes = kNeighbours / Element::kCodesPerByte;
 template <typename Source>
 using Neighbours = Vector<Source, kNeighbours>;
 
+// Neighbours as words: where branches meet a compiler chooses between words one by one, and between
+// values of 16 bits too, for which it would take each word apart as soon as it is loaded.
+template <typename Source>
+using NeighbourWords = Vector<uint32_t, sizeof(Neighbours<Source>) / sizeof(uint32_t)>;
+
+template <typename Source>
+MEGAFSDP_INLINE Neighbours<Source> neighbours_of(const NeighbourWords<Source>& words) {
+  Neighbours<Source> values;
+  memcpy(&values, &words, sizeof values);
+  return values;
+}
+
+// Loads the first ones of some neighbours, one by one; the others are zero.
+template <typename Source>
+MEGAFSDP_INLINE NeighbourWords<Source> load_first(const void* values, int64_t first, int count) {
+  Neighbours<Source> loaded = {};
+  MEGAFSDP_UNROLL
+  for (int k = 0; k < kNeighbours; ++k) {
+    if (k < count) loaded.at[k] = static_cast<const Source*>(values)[first + k];
+  }
+  NeighbourWords<Source> words;
+  memcpy(&words, &loaded, sizeof words);
+  return words;
+}
+
 template <typename Element>
 using CodeVector = Vector<uint8_t, kCodeBytes<Element>>;
 

@@ -58,11 +58,15 @@ class EncodeTransposedThread {
       for (uint32_t i = 0; i < kRowsOfWord; ++i) {
         const uint32_t row = row_ + i < task.grid.rows ? row_ + i : task.grid.rows - 1;
         const int64_t first = int64_t{row} * task.grid.cols + col_;
-        values_[i] = load<Words>(task.values, first / kNeighbours);
+        values_[i] = load<NeighbourWords<Source>>(task.values, first / kNeighbours);
       }
     } else {
       MEGAFSDP_UNROLL
-      for (uint32_t i = 0; i < kRowsOfWord; ++i) load_part(task, i);
+      for (uint32_t i = 0; i < kRowsOfWord; ++i) {
+        const int count = is_there(task, i) ? static_cast<int>(task.grid.cols - col_) : 0;
+        const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
+        values_[i] = load_first<Source>(task.values, first, count);
+      }
     }
   }
 
@@ -72,8 +76,8 @@ class EncodeTransposedThread {
     if (task.maximum != nullptr) return;
     LargestOf<Source> largest;
     MEGAFSDP_UNROLL
-    for (uint32_t i = 0; i < kRowsOfWord; ++i) largest.note(row_values(i));
-    // Of lanes with the same columns one raises the maxima of the block that the warp's rows are of.
+    for (const auto& row : values_) largest.note(neighbours_of<Source>(row));
+    // A warp's rows are of one block: of lanes with the same columns one raises its maxima.
     static_assert(16 % (kRowsOfWord * (32 / kThreadsAcross)) == 0, "the least height of a block");
     if (!largest.template join_lanes<kThreadsAcross>()) return;
     uint32_t* const maxima = shared.maxima + first_factor(task);
@@ -111,13 +115,14 @@ class EncodeTransposedThread {
     if (task.maximum != nullptr) {
       LargestOf<Source> largest_value;
       MEGAFSDP_UNROLL
-      for (uint32_t i = 0; i < kRowsOfWord; ++i) largest_value.note(row_values(i));
+      for (const auto& row : values_) largest_value.note(neighbours_of<Source>(row));
       const uint32_t of_values = largest_value.of_all(task.dtype);
       largest = of_values > largest ? of_values : largest;
     }
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) {
-      const Neighbours<float> values = read_values(row_values(i), {task.dtype, Dtype::kNone});
+      const Neighbours<float> values =
+          read_values(neighbours_of<Source>(values_[i]), {task.dtype, Dtype::kNone});
       rows[i] = encode_bytes<Element>(values, factors, largest < kInfinityBits);
       if (task.codes != nullptr) store_row(task, i, rows[i]);
     }
@@ -149,28 +154,6 @@ class EncodeTransposedThread {
     return task.is_aligned && col_ + kNeighbours <= task.grid.cols;
   }
 
-  // Words, as in block_thread.h.
-  using Words = Vector<uint32_t, sizeof(Neighbours<Source>) / sizeof(uint32_t)>;
-
-  MEGAFSDP_INLINE Neighbours<Source> row_values(uint32_t i) const {
-    Neighbours<Source> values;
-    memcpy(&values, &values_[i], sizeof values);
-    return values;
-  }
-
-  // Loads a row's values one by one; beyond the matrix they are zero.
-  MEGAFSDP_INLINE void load_part(const EncodeTransposedTask& task, uint32_t i) {
-    Neighbours<Source> values = {};
-    const int64_t first = int64_t{row_ + i} * task.grid.cols + col_;
-    MEGAFSDP_UNROLL
-    for (int k = 0; k < kNeighbours; ++k) {
-      if (is_there(task, i) && col_ + k < task.grid.cols) {
-        values.at[k] = static_cast<const Source*>(task.values)[first + k];
-      }
-    }
-    memcpy(&values_[i], &values, sizeof values);
-  }
-
   MEGAFSDP_INLINE void store_row(const EncodeTransposedTask& task, uint32_t i,
                                  const Vector<uint8_t, kNeighbours>& codes) const {
     if (!is_there(task, i)) return;
@@ -187,7 +170,7 @@ class EncodeTransposedThread {
 
   TransposeBlock block_;
   uint32_t thread_, row_, col_;
-  Words values_[kRowsOfWord];
+  NeighbourWords<Source> values_[kRowsOfWord];
 };
 
 }  // namespace megafsdp

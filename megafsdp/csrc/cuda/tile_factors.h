@@ -54,8 +54,8 @@ MEGAFSDP_INLINE void write_entry(ScalingKind scaling, uint32_t maximum, const ui
   });
 }
 
-// Returns the factor and writes the table's entry, for scalings of one level: the compiler makes the
-// division that both need once.
+// Returns the factor and writes the table's entry, for scalings of one level: the compiler divides
+// once for both.
 template <typename Element>
 MEGAFSDP_INLINE float settle_tile(ScalingKind scaling, uint32_t maximum, void* entries,
                                   int64_t tile, bool is_written) {

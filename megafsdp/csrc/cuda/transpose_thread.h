@@ -83,8 +83,8 @@ template <int kWidth>
 MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWord], int thread,
                                  SharedCodes<kWidth>& shared) {
   const uint32_t word = thread / kThreadsAcross, first = thread % kThreadsAcross * kWidth;
-  // Where the first of the thread's columns has the word. The next one's is kWordsOfCol further: how
-  // words change places is the same for all columns of a thread.
+  // Where the first of the thread's columns has the word. The next one's is kWordsOfCol further:
+  // words change places alike in all columns of a thread.
   uint32_t* const to = shared.words + place_of_word<kWidth>(first, word);
   MEGAFSDP_UNROLL
   for (int col = 0; col < kWidth; col += 4) {
