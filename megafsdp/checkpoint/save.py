@@ -50,7 +50,7 @@ from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.format.manifest import Chunk
 from megafsdp.checkpoint.format.plain_values import plain, whole_number
 from megafsdp.checkpoint.format.publication import saves_to
-from megafsdp.checkpoint.format.records import RecordWriter
+from megafsdp.checkpoint.format.records import RecordSums, RecordWriter
 from megafsdp.checkpoint.format.regions import ReplicaBalance, local_regions, local_view
 from megafsdp.checkpoint.format.rng import rng_state
 from megafsdp.checkpoint.format.save_root import Draft
@@ -154,11 +154,13 @@ class OwnTensor:
         key: Name in the checkpoint.
         region: Which part of the tensor.
         data: Its elements: a plain tensor on any device.
+        is_copy: Whether ranks of another mesh write it; this rank's is only compared.
     """
 
     key: str
     region: Region
     data: torch.Tensor
+    is_copy: bool = False
 
 
 @dataclass(slots=True)
@@ -410,10 +412,12 @@ def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
     balance = ReplicaBalance(rank, world_size)
     own = []
     for key, tensor in state.tensors.items():
+        # Of keys that not all ranks have, the meshes side by side are not of one tensor.
+        is_copy = key not in state.ranks_of and not balance.is_first(tensor)
         for region in local_regions(key, tensor):
             if key not in state.rank_zero:
                 if balance.is_mine(tensor, region):
-                    own.append(OwnTensor(key, region, local_view(tensor, region)))
+                    own.append(OwnTensor(key, region, local_view(tensor, region), is_copy))
             elif rank == 0:
                 own.append(OwnTensor(key, region, local_view(tensor, region).clone()))
     return own
@@ -431,11 +435,13 @@ def _write_share(begun: BegunSave) -> Written:
     assert begun.state is not None, "ranks that failed to collect do not write"
     rank, _ = rank_and_world_size()
     written = Written(checksum_of_common(begun.state), table_of(begun.state, begun.state.ranks_of))
+    sums = RecordSums()
     with RecordWriter(begun.draft.folder, rank, suffix=begun.draft.suffix) as writer:
         save_root.reached("file opened")
         for own in begun.tensors:
-            record = writer.append_tensor(own.data)
-            written.chunks.append((own.key, Chunk(own.region, record)))
+            record = (sums if own.is_copy else writer).append_tensor(own.data)
+            of_kind = written.copies if own.is_copy else written.chunks
+            of_kind.append((own.key, Chunk(own.region, record)))
         for key, value in begun.objects.items():
             written.objects[key] = writer.append_object(value)
         save_root.reached("records written")

@@ -19,7 +19,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.checkpoint import async_save, latest_step, load, save
@@ -27,6 +34,7 @@ from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.manifest import read_manifest
 from megafsdp.checkpoint.format.regions import ReplicaBalance
 from megafsdp.checkpoint.tools.torch_file import from_torch
+from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,
@@ -249,6 +257,71 @@ def test_a_tensor_that_nobody_writes_is_refused(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="fill the 1 elements"),
     ):
         save(tmp_path, step=1, model=nn.Linear(1, 1))
+    assert os.listdir(tmp_path) == []
+
+
+class _Block(nn.Module):
+    """Two maps that tp cuts, and a norm that it leaves to each of its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def _train_beside_tp() -> tuple[_Block, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    block = _Block()
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    torch_fully_shard(parallelize_module(block, mesh["tp"], styles), mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
+    block(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+    optimizer.step()
+    return block, optimizer
+
+
+def _save_beside_tp(root: Path) -> dict[str, object]:
+    block, optimizer = _train_beside_tp()
+    save(root, step=1, model=block, optimizer=optimizer)
+    wanted = full_state(block, optimizer)
+    for parameter in block.parameters():
+        parameter.data.zero_()
+    load(root, model=block, optimizer=optimizer)
+    assert differences(full_state(block, optimizer), wanted) == []
+    return wanted
+
+
+def test_parts_on_data_axes_beside_tp_are_stored_once(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank of tp has the norm's rows on a mesh of its own; one chunk of them is described."""
+    wanted = ranks(4).run(_save_beside_tp, tmp_path)[0]
+    block = _Block()
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
+    load(tmp_path, model=block, optimizer=optimizer)
+    assert differences(full_state(block, optimizer), wanted) == []
+    assert verify(tmp_path).is_sound
+
+
+def _save_own_norms(root: Path) -> str:
+    block, _ = _train_beside_tp()
+    with torch.no_grad():
+        block.norm.bias += dist.get_rank() % 2
+    with pytest.raises(CheckpointError) as caught:
+        save(root, step=1, model=block)
+    return str(caught.value)
+
+
+def test_parts_on_data_axes_with_values_of_their_own_are_refused(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Ranks of tp that hold other values, as experts do, would lose all but one."""
+    for message in ranks(4).run(_save_own_norms, tmp_path):
+        assert "the same values on all ranks" in message
+        assert "'model.norm.bias'" in message
     assert os.listdir(tmp_path) == []
 
 

@@ -42,45 +42,22 @@ _STORAGE_CLASSES = {
 }
 
 
-class RecordWriter:
-    """Append records to one rank's file; leaving the context without error makes it durable.
+class RecordSums:
+    """Put records together and sum them up; nothing is kept of them.
 
-    Args:
-        directory: Where the file goes.
-        rank: The rank whose file it is.
-        suffix: Of the file's name; tells attempts apart where they write to one directory.
+    Attributes:
+        file_name: Of the file that they go to; empty for none.
+        nbytes: Of all records so far.
     """
 
-    def __init__(self, directory: Location, rank: int, *, suffix: str = "") -> None:
-        self.file_name = f"__{rank}_0{suffix}.distcp"
+    def __init__(self, file_name: str = "") -> None:
+        self.file_name = file_name
         self.nbytes = 0
         self._crc32 = 0
         self._sums_up = True
-        # Unbuffered: archives are put together in memory, but for their tensor.
-        self._stream = (directory / self.file_name).open("wb", buffering=0)
-
-    def __enter__(self) -> RecordWriter:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        """Close the file."""
-        self.close(is_durable=kind is None)
-
-    def close(self, *, is_durable: bool) -> None:
-        """Close the file, after waiting until it is on the disk if it will be published."""
-        if isinstance(self._stream, StoreOutput):
-            if is_durable:
-                self._stream.close()
-            else:
-                self._stream.discard()
-            return
-        with self._stream:
-            if is_durable:
-                os.fsync(self._stream.fileno())
 
     def append_tensor(self, tensor: torch.Tensor) -> Record:
-        """Append a plain tensor, on any device; only its own elements are written."""
+        """Append a plain tensor, on any device; only its own elements are taken."""
         on_cpu = tensor.detach().cpu().contiguous()
         if on_cpu.nbytes >= _LARGE_NBYTES and on_cpu.dtype in _STORAGE_CLASSES:
             return self._append_large(on_cpu)
@@ -125,10 +102,7 @@ class RecordWriter:
         return Record(self.file_name, start, self.nbytes - start, self._crc32)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes of a record and sum them up."""
-        left = memoryview(data)
-        while left.nbytes:
-            left = left[self._stream.write(left) :]
+        """Sum bytes of a record up."""
         nbytes = memoryview(data).nbytes
         if self._sums_up:
             self._crc32 = zlib.crc32(data, self._crc32)
@@ -137,6 +111,48 @@ class RecordWriter:
 
     def flush(self) -> None:
         """Do nothing: the file is made durable once, at the end."""
+
+
+class RecordWriter(RecordSums):
+    """Append records to one rank's file; leaving the context without error makes it durable.
+
+    Args:
+        directory: Where the file goes.
+        rank: The rank whose file it is.
+        suffix: Of the file's name; tells attempts apart where they write to one directory.
+    """
+
+    def __init__(self, directory: Location, rank: int, *, suffix: str = "") -> None:
+        super().__init__(f"__{rank}_0{suffix}.distcp")
+        # Unbuffered: archives are put together in memory, but for their tensor.
+        self._stream = (directory / self.file_name).open("wb", buffering=0)
+
+    def __enter__(self) -> RecordWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        """Close the file."""
+        self.close(is_durable=kind is None)
+
+    def close(self, *, is_durable: bool) -> None:
+        """Close the file, after waiting until it is on the disk if it will be published."""
+        if isinstance(self._stream, StoreOutput):
+            if is_durable:
+                self._stream.close()
+            else:
+                self._stream.discard()
+            return
+        with self._stream:
+            if is_durable:
+                os.fsync(self._stream.fileno())
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write bytes of a record and sum them up."""
+        left = memoryview(data)
+        while left.nbytes:
+            left = left[self._stream.write(left) :]
+        return super().write(data)
 
 
 _Reader = TypeVar("_Reader", bound="RecordReader")

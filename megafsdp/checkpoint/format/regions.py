@@ -24,7 +24,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.errors import CheckpointError
-from megafsdp.mesh.torch_private import local_of
+from megafsdp.mesh.torch_private import local_of, root_of
 
 
 def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[Region, int]]:
@@ -218,6 +218,7 @@ class ReplicaBalance:
         self._world = tuple(range(world_size))
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._ranks_by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, ...]] = {}
+        self._is_first: dict[DeviceMesh, bool] = {}
 
     def is_mine(self, stored: Stored, region: Region) -> bool:
         """Return whether this rank writes a region that it has."""
@@ -244,3 +245,35 @@ class ReplicaBalance:
             found = tuple(mesh.mesh[index].reshape(-1).tolist())
             self._ranks_by_axes[mesh, axes] = found
         return found
+
+    def is_first(self, stored: Stored) -> bool:
+        """Return whether this rank's mesh is the one, of several, whose ranks write a tensor.
+
+        A norm that ``parallelize_module`` leaves plain is on each rank of tp a DTensor of the data
+        axis alone: as many meshes, slices of one root side by side, of which the first writes.
+        """
+        tensor = underlying(stored)
+        if not isinstance(tensor, DTensor) or _is_partial(stored):
+            return True
+        mesh = tensor.device_mesh
+        if (found := self._is_first.get(mesh)) is None:
+            found = self._is_first[mesh] = _is_first_slice(mesh)
+        return found
+
+
+def _is_partial(stored: Stored) -> bool:
+    """Return whether other meshes have other parts of a stored tensor, such as other experts."""
+    if not isinstance(stored, TensorPart):
+        return False
+    return sum(outer.numel for _, outer in stored.regions) < whole(stored.shape).numel
+
+
+def _is_first_slice(mesh: DeviceMesh) -> bool:
+    root = root_of(mesh)
+    coordinate = root.get_coordinate()
+    if coordinate is None or root.size() == mesh.size():
+        return True
+    # By ranks, as axes that were flattened into one have a name that the root does not know.
+    places = torch.isin(root.mesh, mesh.mesh).nonzero()
+    beside = (places == places[0]).all(dim=0)
+    return not any(torch.tensor(coordinate)[beside])

@@ -52,6 +52,7 @@ class Written:
         table_crc32: Checksum of the names, shapes and dtypes that are alike on all ranks.
         table: What this rank has and not all ranks have.
         chunks: Key and chunk of each tensor region.
+        copies: Likewise of regions that ranks of another mesh have written, summed up alone.
         objects: Records of non-tensor objects by key.
         files: Size in bytes of each file.
     """
@@ -59,6 +60,7 @@ class Written:
     table_crc32: int
     table: Table
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
+    copies: list[tuple[str, Chunk]] = field(default_factory=list)
     objects: dict[str, Record] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
 
@@ -156,7 +158,8 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
         parts: What each rank wrote, in rank order.
 
     Raises:
-        CheckpointError: The ranks have different models, or the chunks do not fill a tensor.
+        CheckpointError: The ranks have different models, or the chunks do not fill a tensor,
+            or ranks hold other values of it.
     """
     odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
     if odd:
@@ -173,6 +176,9 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
             chunks[key].append(chunk)
     for key, entry in table.tensors.items():
         _require_filled(key, entry.shape, chunks[key])
+    for rank, part in enumerate(parts):
+        for key, copy in part.copies:
+            _require_equal(key, copy, chunks[key], rank)
     return Manifest(
         step=step,
         world_size=len(parts),
@@ -225,4 +231,16 @@ def _require_filled(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> No
             where=f"'{key}'",
             hint="Save from all ranks that hold the tensor, in one call; declare which ranks "
             "hold the same experts (ExpertRange)",
+        )
+
+
+def _require_equal(key: str, copy: Chunk, chunks: list[Chunk], rank: int) -> None:
+    sums = [chunk.record.crc32 for chunk in chunks if chunk.region == copy.region]
+    if sums != [copy.record.crc32]:
+        raise CheckpointError.expected(
+            "the same values on all ranks that hold a part of a tensor",
+            f"others on rank {rank} in {copy.region}",
+            where=f"'{key}'",
+            hint="Make replicas DTensors with Replicate() on that axis of the mesh; declare which "
+            "ranks hold the same experts (ExpertRange)",
         )
