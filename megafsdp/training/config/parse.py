@@ -156,9 +156,13 @@ def to_yaml(config: Config) -> str:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """List the values that differ between two configurations given as dicts, one line each."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
-    absent = "absent"
+    absent = object()
+
+    def shown(values: Mapping[str, object], name: str) -> str:
+        return repr(values[name]) if name in values else "absent"
+
     return [
-        f"{name}: {before.get(name, absent)!r} -> {after.get(name, absent)!r}"
+        f"{name}: {shown(before, name)} -> {shown(after, name)}"
         for name in dict.fromkeys([*before, *after])
         if before.get(name, absent) != after.get(name, absent)
     ]

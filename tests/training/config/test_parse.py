@@ -370,7 +370,7 @@ def test_groups_of_values_are_set_whole_or_one_by_one(tmp_path: Path) -> None:
 def test_differences_name_both_values() -> None:
     """Only what differs is listed; a value that one side lacks is called absent."""
     lines = differences({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": {"z": None}})
-    assert lines == ["a.y: 2 -> 3", "b.z: 'absent' -> None"]
+    assert lines == ["a.y: 2 -> 3", "b.z: absent -> None"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
