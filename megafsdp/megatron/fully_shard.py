@@ -233,10 +233,13 @@ def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: Megatr
     """Move a model, and declare its experts, as Megatron-core marks or Megatron-FSDP names them.
 
     Raises:
-        ValueError: A mesh of experts is given, and no parameter is one of an expert.
+        ValueError: A mesh of experts is given, and no parameter is one of an expert; or the device
+            is of another type than the mesh.
         NotImplementedError: Megatron-core's tensor parallelism has cut a parameter.
     """
     tp_dim, device = keywords.get("tp_dim"), keywords.get("device")
+    if device is not None and device_mesh is not None:
+        _check_device(torch.device(device), device_mesh)
     if device_mesh is not None and tp_dim is not None and device_mesh[tp_dim].size() > 1:
         for name, parameter in module.named_parameters():
             if getattr(parameter, "tensor_model_parallel", False) and not isinstance(
@@ -272,3 +275,15 @@ def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: Megatr
         )
     if device is not None and not keywords.get("init_model_with_meta_device"):
         module.to(device)
+
+
+def _check_device(device: torch.device, mesh: DeviceMesh) -> None:
+    if device.type != mesh.device_type:
+        raise ValueError(
+            expected(
+                f"a device of the mesh's type, {mesh.device_type}",
+                f"{device}",
+                where="device of fully_shard_model()",
+                hint="Leave it out: the model is moved to the mesh's device",
+            )
+        )

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megafsdp.errors import expected
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
+from megafsdp.fsdp.params.policy import Strategy
 from megafsdp.megatron.refusals import check_values, refusal
 
 
@@ -192,9 +194,25 @@ class DistributedDataParallelConfig:
 
         Raises:
             NotImplementedError: One asks for what is not built.
+            ValueError: A strategy is unknown.
         """
+        where = "DistributedDataParallelConfig()"
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        check_values(given, where="DistributedDataParallelConfig()")
+        check_values(given, where=where)
+        strategies = [strategy.value for strategy in Strategy]
+        for name, allowed in (
+            ("data_parallel_sharding_strategy", strategies),
+            ("outer_dp_sharding_strategy", ["no_shard", "optim"]),
+        ):
+            if given[name] not in [*allowed, *range(len(allowed))]:
+                raise ValueError(
+                    expected(
+                        f"one of {allowed}, or its number from 0 on",
+                        repr(given[name]),
+                        where=f"{name} of {where}",
+                        hint="Correct the name",
+                    )
+                )
 
     def keywords(self) -> MegatronKeywords:
         """Return what :func:`~megafsdp.megatron.fully_shard.fully_shard_model` takes."""

@@ -304,6 +304,20 @@ def test_optimizers_of_other_parameters_are_refused(ranks: Ranks) -> None:
     ranks(1).run(_bad_optimizers)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("data_parallel_sharding_strategy", "optim_grad"),
+        ("data_parallel_sharding_strategy", 4),
+        ("outer_dp_sharding_strategy", "optim_grads"),
+    ],
+)
+def test_a_configuration_knows_the_strategies(field: str, value: str | int) -> None:
+    """An unknown one is refused by the field's name when the configuration is made."""
+    with pytest.raises(ValueError, match=f"got {value!r}. In {field}"):
+        megatron.DistributedDataParallelConfig(**{field: value})
+
+
 def _bad_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     alone = mesh["inner"].get_group()
@@ -318,6 +332,7 @@ def _bad_meshes() -> None:
         ({"hybrid_fsdp_group": alone}, ValueError, "of no mesh"),
         (hybrid | {"hybrid_fsdp_expt_group": alone}, ValueError, "hybrid_fsdp_expt_group"),
         (hybrid | {"outer_dp_sharding_strategy": 2}, ValueError, "'no_shard' or 'optim'"),
+        (hybrid | {"device": "meta"}, ValueError, "of the mesh's type, cpu, got meta"),
         ({"zero_dp_strategy": "zero"}, ValueError, "optim_grads_params"),
         ({"nccl_ub": True, "zero_dp_strategy": 1}, ValueError, "nccl_user_buffers"),
         ({"mixed_precision_policy": None}, TypeError, "MixedPrecisionPolicy"),
