@@ -1,4 +1,7 @@
-"""Checkpoints: canonical tensors and a manifest, saved by any mesh and loaded by any other."""
+"""Checkpoints: canonical tensors and a manifest, saved by any mesh and loaded by any other.
+
+Read first: save.py, then load.py.
+"""
 
 from megafsdp.checkpoint import inspect
 from megafsdp.checkpoint.app_state import AppState

@@ -1,4 +1,7 @@
-"""Data: Megatron token files, training samples and blends, batches, tokenizers, preparation."""
+"""Data: Megatron token files, training samples and blends, batches, tokenizers, preparation.
+
+Read first: indexed.py (files), then samples.py and loader.py.
+"""
 
 from megafsdp.data.blend import BlendedDataset, build_blending_indices, samples_per_dataset
 from megafsdp.data.indexed import IndexedDataset

@@ -1,4 +1,7 @@
-"""Units: what is gathered, computed, reduced, and when."""
+"""Units: what is gathered, computed, reduced, and when.
+
+Read first: fully_shard.py, then params and runtime.
+"""
 
 from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from megafsdp.fsdp.full_params import (

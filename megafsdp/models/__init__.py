@@ -1,4 +1,7 @@
-"""Decoder-only language models in plain torch, under Megatron-core's parameter names."""
+"""Decoder-only language models in plain torch, under Megatron-core's parameter names.
+
+Read first: language_model.py, then common.py.
+"""
 
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing
 from megafsdp.models.build import build_model, unit_classes
