@@ -384,7 +384,7 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
     Raises:
         TypeError: One is no module.
         ValueError: There is none, one comes twice, is a unit already, has one of torch's or only
-            contains modules, or ``prefetch`` is negative.
+            contains modules, or ``prefetch`` is no whole number from 0 on.
     """
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -430,10 +430,10 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
         raise ValueError(
             expected("a module", "an empty list", where="fully_shard()", hint="Give the unit")
         )
-    if prefetch < 0:
+    if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(
             expected(
-                "0 or more units",
+                "a whole number of units, 0 or more",
                 prefetch,
                 where="prefetch of fully_shard()",
                 hint="Use 1; 0 gathers each unit when it runs",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.dtensor.uneven import local_object
 from megafsdp.device.torch_private import is_replaceable, replace_tensor
 from megafsdp.errors import expected, listed
+from megafsdp.fsdp.params.policy import check_names
 from megafsdp.fsdp.policy_names import matching_names
 from megafsdp.fsdp.runtime.torch_fsdp import (
     encode_main_weights,
@@ -114,6 +115,7 @@ def quantize_(
             megafsdp, or other code refers to its parameters, such as DistributedDataParallel.
     """
     recipe = recipe_of(recipe)
+    check_names(keep_unquantized, "keep_unquantized", where=_WHERE)
     cuts = torch_shards(model)
     _check_model(model, cuts)
     found = list(_eligible(model, recipe, keep_unquantized, cuts))

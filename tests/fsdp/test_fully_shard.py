@@ -71,6 +71,7 @@ def _wrong_arguments() -> None:
     _refused(lambda: fully_shard(Block(), strategy="zero3"), ValueError, ["'zero3'"])
     _refused(lambda: fully_shard(Block(), average="mean"), ValueError, ["'mean'", "'token'"])
     _refused(lambda: fully_shard(Block(), prefetch=-1), ValueError, ["prefetch"])
+    _refused(lambda: fully_shard(Block(), prefetch=1.5), ValueError, ["whole number", "1.5"])
     _refused(
         lambda: fully_shard(Block(), shard_placement_fn=lambda p: Shard(1)),
         NotImplementedError,

@@ -18,6 +18,7 @@ from megafsdp import (
     OffloadPolicy,
     fully_shard,
     fully_shard_model,
+    quantize_,
 )
 from megafsdp.mesh.annotation import annotate
 from megafsdp.parallel import Linear
@@ -113,12 +114,23 @@ def test_names_keep_weights_as_they_are(ranks: Ranks) -> None:
         ({"recipe": "mxfp8", "quantize_from": "fp32"}, "'model_dtype' or 'main', got 'fp32'"),
         ({"keep_unquantized": ("head",)}, "a recipe beside what it is to leave out, got None"),
         ({"quantize_activations": False}, "a recipe beside what it is to leave out, got None"),
+        ({"keep_fp32": "*norm"}, r"names in a tuple.*got '\*norm'.*keep_fp32=\('lm_head',\)"),
+        ({"keep_fp32": None}, "names in a tuple, none of them empty, got None"),
+        ({"reduce_dtype": "bf16"}, "at least 16 bits, got 'bf16'. In .*reduce_dtype"),
+        ({"output_dtype": torch.int32}, "at least 16 bits, got torch.int32"),
+        ({"main_params_dtype": None}, "at least 16 bits, got None"),
     ],
 )
 def test_policies_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
     """When they are made, with what there is."""
     with pytest.raises(ValueError, match=message):
         MixedPrecisionPolicy(torch.bfloat16, **options)
+
+
+def test_one_string_is_no_list_of_names() -> None:
+    """Of the characters of a pattern '*' would match every weight."""
+    with pytest.raises(ValueError, match=r"names in a tuple.*got '\*head'. In .*quantize_\(\)"):
+        quantize_(nn.Linear(32, 32), "mxfp8", keep_unquantized="*head")
 
 
 def test_a_policy_takes_a_recipe_by_name_or_value() -> None:

@@ -5,6 +5,7 @@ Values alone; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -115,34 +116,24 @@ class MixedPrecisionPolicy:
         """Check every choice by itself.
 
         Raises:
-            ValueError: A dtype is no floating-point one of at least 16 bits, the recipe is unknown,
-                or what belongs to a recipe is given without one or has no meaning.
+            ValueError: A dtype is no floating-point one of at least 16 bits, names are not in a
+                tuple, the recipe is unknown, or what belongs to a recipe is given without one or
+                has no meaning.
         """
+        for name in ("keep_fp32", "keep_unquantized"):
+            check_names(getattr(self, name), name, where=f"MixedPrecisionPolicy.{name}")
         self._check_quantization()
-        # 8-bit dtypes need scales, which a cast has not.
-        for name in ("param_dtype", "reduce_dtype", "main_params_dtype", "main_grads_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
-                raise ValueError(
-                    expected(
-                        "a floating-point dtype of at least 16 bits",
-                        dtype,
-                        where=f"MixedPrecisionPolicy.{name}",
-                        hint="Use torch.float32 or torch.bfloat16",
-                    )
-                )
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_grads_dtype"):
+            if getattr(self, name) is not None:
+                _check_dtype(getattr(self, name), name)
+        _check_dtype(self.main_params_dtype, "main_params_dtype")
 
     def _check_quantization(self) -> None:
-        # One string would be taken for the names of its characters.
-        names = self.keep_unquantized
-        wanted, got, field = "names in a tuple, none of them empty", repr(names), "keep_unquantized"
-        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-            hint = "Write keep_unquantized=('lm_head',), or leave it out"
-        elif self.quantize_from not in ("model_dtype", "main"):
+        if self.quantize_from not in ("model_dtype", "main"):
             wanted, got = "'model_dtype' or 'main'", repr(self.quantize_from)
             field = "quantize_from"
             hint = "Leave it out: codes are then those of the weights in the compute dtype"
-        elif self.recipe is None and (names or not self.quantize_activations):
+        elif self.recipe is None and (self.keep_unquantized or not self.quantize_activations):
             wanted, got, field = "a recipe beside what it is to leave out", "None", "recipe"
             hint = "Give recipe='fp8_block', or leave keep_unquantized and quantize_activations out"
         else:
@@ -172,6 +163,41 @@ class MixedPrecisionPolicy:
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the main gradient of a parameter of dtype ``original``."""
         return self.main_grads_dtype or self.main_dtype(original)
+
+
+def check_names(names: object, keyword: str, *, where: str) -> None:
+    """Check names of parameters or modules, or patterns of them.
+
+    Raises:
+        ValueError: They are not in a tuple or list, or one is empty.
+    """
+    # One string would be taken for the names of its characters, of which '*' matches everything.
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Iterable)
+        or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise ValueError(
+            expected(
+                "names in a tuple, none of them empty",
+                repr(names),
+                where=where,
+                hint=f"Write {keyword}=('lm_head',), or leave it out",
+            )
+        )
+
+
+def _check_dtype(dtype: object, name: str) -> None:
+    # 8-bit dtypes need scales, which a cast has not.
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            expected(
+                "a floating-point dtype of at least 16 bits",
+                repr(dtype),
+                where=f"MixedPrecisionPolicy.{name}",
+                hint="Use torch.float32 or torch.bfloat16",
+            )
+        )
 
 
 @dataclass(frozen=True)
