@@ -134,7 +134,7 @@ def fully_shard(
     Raises:
         ValueError: A module is a unit already or only contains modules, a parameter is tied to
             another unit, parameters lie on several devices, or an argument has no meaning.
-        TypeError: A policy or a module is of another type.
+        TypeError: A policy, a module or an ignored parameter is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
     """
@@ -207,6 +207,7 @@ def fully_shard_model(
         ``model``.
 
     Raises:
+        TypeError: ``fsdp_unit_modules`` is one class or name.
         ValueError: No class is named, no module of the model is of a named class, or a name in
             ``mp_policy`` matches nothing, or its recipe quantizes nothing.
         Exception: Whatever :func:`fully_shard` raises.

@@ -103,9 +103,20 @@ def find_units(
         fsdp_unit_modules: As for ``fully_shard_model``.
 
     Raises:
+        TypeError: One class or name is given, not a list of them.
         ValueError: No class is named, or neither the model nor a module below it is of one.
     """
     wanted = fsdp_unit_modules
+    # One string would be taken for the names of its characters.
+    if isinstance(wanted, str | type):
+        raise TypeError(
+            expected(
+                "a list of classes or of their names",
+                repr(wanted),
+                where=f"fully_shard_model() on {type(model).__name__}",
+                hint=f"Write [{wanted!r}]" if isinstance(wanted, str) else "Put it into a list",
+            )
+        )
     if wanted is None:
         wanted = sorted(getattr(model, "_no_split_modules", None) or ())
     # The model itself becomes the root, whatever its class.
@@ -146,7 +157,7 @@ def leave_out_tied(
         ignored: Parameters to leave alone.
     """
     kept, reasons = list(units), []
-    ignored_ids = {id(parameter) for parameter in ignored}
+    ignored_ids = _ids_of(ignored)
     while tied := _tied_outside(model, kept, ignored_ids):
         kept = [unit for unit in kept if unit not in tied]
         reasons += [f"{type(unit).__name__} ({names})" for unit, names in tied.items()]
@@ -188,6 +199,26 @@ def _tied_outside(
     return tied
 
 
+def _ids_of(ignored: Iterable[object]) -> set[int]:
+    """Return the ids of ignored parameters: comparing tensors compares their elements.
+
+    Raises:
+        TypeError: One is no parameter: a name would ignore nothing.
+    """
+    parameters = list(ignored)
+    for each in parameters:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(
+                expected(
+                    "parameters",
+                    repr(each),
+                    where="ignored_params of fully_shard()",
+                    hint="Give the parameters themselves, such as {model.embedding.weight}",
+                )
+            )
+    return {id(parameter) for parameter in parameters}
+
+
 def find_parameters(
     modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], policy: MixedPrecisionPolicy
 ) -> list[FoundParameter]:
@@ -199,14 +230,14 @@ def find_parameters(
         policy: Names the parameters that compute in fp32, and those that stay unquantized.
 
     Raises:
+        TypeError: Something else than a parameter is ignored.
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded form would not have.
             Or a name of the policy has only parameters of inner units, which have another policy.
         NotImplementedError: A parameter is of a subclass other than DTensor, complex, or
             floating-point of 8 bits.
     """
-    # By id: comparing tensors compares their elements.
-    ignored_ids = {id(parameter) for parameter in ignored}
+    ignored_ids = _ids_of(ignored)
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
     found: dict[int, FoundParameter] = {}
     fp32_names = UnitNames("keep_fp32", policy)

@@ -84,6 +84,8 @@ def _wrong_policies() -> None:
     _refused(lambda: fully_shard(Block(), mp_policy="bf16"), TypeError, ["mp_policy", "str"])
     _refused(lambda: fully_shard(Block(), offload_policy=1), TypeError, ["offload_policy"])
     _refused(lambda: MixedPrecisionPolicy(torch.int8), ValueError, ["param_dtype", "torch.int8"])
+    names = ["up.weight"]
+    _refused(lambda: fully_shard(Block(), ignored_params=names), TypeError, ["'up.weight'"])
 
 
 def _wrong_parameters() -> None:
@@ -259,6 +261,8 @@ def _model_call() -> None:
         lambda: fully_shard_model(Net(), ["Layer"]), ValueError, ["'Layer'", "Block", "Embedding"]
     )
     _refused(lambda: fully_shard_model(Net()), ValueError, ["Block"])
+    _refused(lambda: fully_shard_model(Net(), "Block"), TypeError, ["Write ['Block']"])
+    _refused(lambda: fully_shard_model(Net(), Block), TypeError, ["a list of classes"])
 
 
 def test_a_whole_model_is_sharded_by_class_or_name(ranks: Ranks) -> None:
