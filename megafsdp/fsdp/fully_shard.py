@@ -134,7 +134,7 @@ def fully_shard(
     Raises:
         ValueError: A module is a unit already or only contains modules, a parameter is tied to
             another unit, parameters lie on several devices, or an argument has no meaning.
-        TypeError: A policy, a module or an ignored parameter is of another type.
+        TypeError: A policy, mesh, module or ignored parameter is of another type.
         NotImplementedError: A strategy, mesh or parameter kind that is not built.
         RuntimeError: ``torch.distributed`` is not initialised and no mesh was given.
     """

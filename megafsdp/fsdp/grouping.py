@@ -270,6 +270,19 @@ def find_parameters(
     return list(found.values())
 
 
+def _check_meshes(*meshes: object) -> None:
+    for mesh in meshes:
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                expected(
+                    "a DeviceMesh",
+                    f"a {type(mesh).__name__}",
+                    where="the mesh of fully_shard()",
+                    hint="Leave it out for all ranks; DeviceMesh.from_group() makes one of a group",
+                )
+            )
+
+
 def place_parameters(
     found: Sequence[FoundParameter],
     modules: Sequence[nn.Module],
@@ -289,10 +302,12 @@ def place_parameters(
         expert_mesh: That of experts; None for the same one.
 
     Raises:
+        TypeError: A mesh is none.
         ValueError: A DTensor is on a mesh that does not fit, a plain parameter should be one, or
             experts are on ranks with other experts, or on others than the rest of the model.
         NotImplementedError: A DTensor is cut in a way that is not built.
     """
+    _check_meshes(mesh, expert_mesh)
     for item in found:
         check_expert(item.record.name, item.parameter, mesh, expert_mesh)
     if expert_mesh == mesh:

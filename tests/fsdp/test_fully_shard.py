@@ -84,6 +84,8 @@ def _wrong_policies() -> None:
     _refused(lambda: fully_shard(Block(), mp_policy="bf16"), TypeError, ["mp_policy", "str"])
     _refused(lambda: fully_shard(Block(), offload_policy=1), TypeError, ["offload_policy"])
     _refused(lambda: MixedPrecisionPolicy(torch.int8), ValueError, ["param_dtype", "torch.int8"])
+    world = dist.group.WORLD
+    _refused(lambda: fully_shard(Block(), mesh=world), TypeError, ["ProcessGroup", "from_group"])
     names = ["up.weight"]
     _refused(lambda: fully_shard(Block(), ignored_params=names), TypeError, ["'up.weight'"])
 
