@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
 import torch
@@ -431,7 +432,7 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
         raise ValueError(
             expected("a module", "an empty list", where="fully_shard()", hint="Give the unit")
         )
-    if not isinstance(prefetch, int) or prefetch < 0:
+    if not isinstance(prefetch, Integral) or prefetch < 0:
         raise ValueError(
             expected(
                 "a whole number of units, 0 or more",
