@@ -86,13 +86,13 @@ def why_cuda_missing() -> str:
 def usable_cuda_module(device: torch.device, logger: str, cost: str) -> ModuleType | None:
     """Return the CUDA kernels if they are built and run on a device; else None.
 
-    For a device of CUDA it is reported once that they are not built, or cannot run there, for an
-    old driver or an architecture that they were not compiled for.
+    On a GPU, kernels that are not built or cannot run there (an old driver, or an architecture that
+    they were not compiled for) are reported once.
 
     Args:
-        device: Where they are to run; not on a GPU: None.
+        device: Where they are to run; for any device but a GPU the result is None.
         logger: Name of the logger that reports.
-        cost: What is lost without them, a clause.
+        cost: A clause that says what is lost without them.
     """
     if device.type != "cuda":
         return None
@@ -105,7 +105,7 @@ def usable_cuda_module(device: torch.device, logger: str, cost: str) -> ModuleTy
 
 @contextlib.contextmanager
 def current_stream(device: torch.device) -> Iterator[int]:
-    """Make a device the current one, which another may be, and give the handle of its stream."""
+    """Make a device the current one inside the context, and yield the handle of its stream."""
     with torch.cuda.device(device):
         yield torch.cuda.current_stream(device).cuda_stream
 
@@ -113,7 +113,7 @@ def current_stream(device: torch.device) -> Iterator[int]:
 # Cached: it is called before each launch, and the warning must come once.
 @functools.cache
 def _report_missing(why: str, logger: str, cost: str) -> None:
-    # Whoever turns native code off knows.
+    # The user turned native code off: no warning.
     if why == "MEGAFSDP_NATIVE=0":
         return
     logging.getLogger(logger).warning(
@@ -131,7 +131,7 @@ def _report_missing(why: str, logger: str, cost: str) -> None:
 def _why_not_on(index: int, logger: str, cost: str) -> str:
     module = cuda_module()
     assert module is not None, "asked for a device of kernels that are there"
-    # The probe makes the device it asks the thread's; without a driver there is none to restore.
+    # The probe changes the thread's current device; without a driver there is none to restore.
     with torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext():
         why = str(module.why_not_on(index))
     if why:

@@ -1,18 +1,18 @@
 """The few exception classes of megafsdp and the one form of its messages.
 
 A message has three sentences: what was expected and what was found, where, and how to mend it.
-Wrong values raise ``ValueError`` or ``TypeError``, wrong times ``RuntimeError``, sound wishes that
-are not built ``NotImplementedError``; the classes below exist where a caller wants to catch one
-subsystem.
+A wrong value raises ``ValueError`` or ``TypeError``, a call at a wrong time ``RuntimeError``, and a
+valid request that is not built ``NotImplementedError``. The classes below are for callers that
+catch the errors of one subsystem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# An error names so many keys at most, and counts the others.
+# An error names at most this many keys, and counts the others.
 MAX_NAMED = 20
-# The same of ranks, whose texts are long.
+# The same limit for ranks, whose texts are long.
 MAX_RANKS = 4
 
 
@@ -29,7 +29,7 @@ class RankError(RuntimeError):
 
 
 class NonFiniteError(RuntimeError):
-    """Report a step that cannot be taken, as a loss or gradient norm is not finite."""
+    """Report a step that cannot be taken because a loss or gradient norm is not finite."""
 
 
 class CheckpointError(RuntimeError):
@@ -57,6 +57,6 @@ def expected(what: object, got: object, *, where: str, hint: str) -> str:
 
 
 def listed(names: Sequence[str], *, separator: str = ", ", limit: int = MAX_NAMED) -> str:
-    """Return the first names of many in a row, and how many more there are."""
+    """Join the first names, and say how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(names[:limit]) + more
