@@ -1,7 +1,7 @@
-"""Over which ranks a unit is divided: the meshes, the strategy and the neighbours of a call.
+"""Decide over which ranks a unit is divided: its meshes, strategy and resharding.
 
-``fully_shard`` gives what the user wrote; the functions turn it into values or refuse it, before
-any module is changed. A :class:`Division` then says for each parameter group which ranks divide it.
+The functions turn the arguments of ``fully_shard`` into values or refuse them, before any module is
+changed. A :class:`Division` then says which ranks divide each parameter group.
 No collective is issued here, except to build a default mesh.
 """
 
@@ -48,13 +48,13 @@ def mesh_of(
     """Return the mesh, by default of all ranks.
 
     Raises:
-        NotImplementedError: ``dp_mesh_dims`` is given, torch's choice of axes of a larger mesh.
+        NotImplementedError: ``dp_mesh_dims`` (torch's choice of axes of a larger mesh) is given.
         RuntimeError: There is neither a mesh nor a process group.
         ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
             a GPU.
     """
     if dp_mesh_dims is not None:
-        # Such a mesh is one of DTensor parameters, which are cut on its other axes too.
+        # torch gives it with DTensor parameters, which are cut on the mesh's other axes too.
         raise NotImplementedError(
             expected(
                 "a mesh of data-parallel axes alone",
@@ -133,7 +133,7 @@ def is_divided_over_outer_axis(outer_strategy: str, strategy: Strategy, mesh: De
 def expert_mesh_of(
     expert_mesh: DeviceMesh | None, mesh: DeviceMesh, *, is_divided_over_outer_axis: bool
 ) -> DeviceMesh | None:
-    """Return the data-parallel mesh of experts, None if it is that of all parameters.
+    """Return the data-parallel mesh of experts; None if it is the mesh of all other parameters.
 
     Raises:
         ValueError: It has more than two axes or two without names, is of another device, or lacks
@@ -161,7 +161,7 @@ class Division:
 
     Attributes:
         mesh: The data-parallel mesh, of one or two axes.
-        expert_mesh: That of parameters of experts, if theirs is another one.
+        expert_mesh: The data-parallel mesh of experts' parameters, if it is a different one.
         strategy: What the last axis divides.
         is_divided_over_outer_axis: Whether the first of two axes divides main weights too.
         gradient_scale: Factor on the sum of gradients over all ranks of the mesh.
@@ -174,10 +174,10 @@ class Division:
     gradient_scale: float
 
     def reshard_of(self, reshard_after_forward: bool | int | None) -> bool | int | None:
-        """Return the choice of resharding after forward; one rank is False, all of them True.
+        """Return the choice of resharding after forward; for one rank False, for all ranks True.
 
-        Where the last axis of a mesh has fewer ranks than the number, or others, neighbours on it
-        are as many as divide both.
+        Where the number does not divide the last axis of one of the meshes, their greatest common
+        divisor takes its place on that axis.
 
         Raises:
             ValueError: It is neither a bool nor a number that divides the ranks of some mesh's last
@@ -200,7 +200,7 @@ class Division:
                 )
             )
         slices = [math.gcd(number, size) for size in sizes]
-        # Divided among one rank, the slice is the full buffer; among all of them it is the shard.
+        # A slice divided among one rank is the full buffer; among all of them it is the shard.
         if max(slices) == 1:
             return False
         return True if slices == sizes and min(sizes) > 1 else number
@@ -208,12 +208,12 @@ class Division:
     def axes(
         self, *, is_whole: bool, is_expert: bool, model_mesh: DeviceMesh | None
     ) -> DataParallelAxes:
-        """Return the ranks of a group.
+        """Return the ranks of a parameter group.
 
         Args:
             is_whole: Whether it stays whole on every rank, whatever the strategy.
             is_expert: Whether its parameters are those of experts.
-            model_mesh: The axis over which its parameters are cut or repeated besides.
+            model_mesh: The model axis over which its parameters are also cut or repeated, if any.
         """
         mesh = self.expert_mesh if is_expert and self.expert_mesh is not None else self.mesh
         # A group that cannot be cut has the buffers and collectives of a replica.
@@ -234,14 +234,14 @@ def division_of(
     outer_strategy: str,
     average: Average,
 ) -> Division:
-    """Return what a unit divides, of a call's arguments; those of :func:`fully_shard`.
+    """Return what a unit divides, from the arguments of :func:`fully_shard`.
 
     Raises:
         ValueError: ``outer_strategy`` or ``expert_mesh`` does not fit the others.
     """
     is_divided = is_divided_over_outer_axis(outer_strategy, strategy, mesh)
     experts = expert_mesh_of(expert_mesh, mesh, is_divided_over_outer_axis=is_divided)
-    # Gradients are averaged by this factor alone: no reduction divides again. Experts' too: theirs
-    # are sums over the tokens of more ranks, as many as their mesh has fewer.
+    # This factor alone averages gradients: no reduction divides again. It holds for experts too:
+    # their mesh is smaller, but each of their gradients sums the tokens of as many more ranks.
     scale = 1.0 if average is Average.TOKEN else 1.0 / mesh.size()
     return Division(mesh, experts, strategy, is_divided, scale)

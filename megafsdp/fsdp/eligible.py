@@ -1,9 +1,9 @@
-"""Which parameters a recipe quantizes.
+"""Choose the parameters that a recipe quantizes.
 
-Those of linear maps: weights of ``nn.Linear``, and what a layer declares by ``is_linear_weight``.
-The choice follows from declarations, names and shapes of all parts that model axes make, so all
-ranks make the same one, without asking. What would fail later is refused here, before anything is
-changed. How weights are quantized is in :mod:`megafsdp.fsdp.params.quantized_weight`.
+These are the weights of ``nn.Linear``, and what a layer declares by ``is_linear_weight``.
+The choice follows from declarations, names and the shapes of all parts that model axes make, so all
+ranks make the same one, without a collective. What would fail later is refused here, before
+anything is changed. How weights are quantized is in :mod:`megafsdp.fsdp.params.quantized_weight`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def quantization_of(item: Candidate, policy: MixedPrecisionPolicy) -> Quantizati
     item.record.kept_because = reason = _reason_to_keep(item, recipe)
     if reason:
         return None
-    # None where rounding would change nothing, which costs a pass all the same.
+    # None where rounding would change nothing: it would still cost a pass.
     original, through = item.parameter.dtype, None
     if policy.quantize_from == "model_dtype":
         model_dtype = policy.compute_dtype(original, computes_in_fp32=False)
         through = None if model_dtype == policy.main_dtype(original) else model_dtype
     part = item.record.model.part
-    # Ranks of the axis have other matrices of a stack, which have scales of their own.
+    # Other ranks of the axis have other matrices of a stack, with scales of their own.
     has_others = len(part.shape) == 3 and part.dim == 0
     spans = recipe.weight.is_per_tensor and item.record.model.mesh is not None and not has_others
     quantization = Quantization(recipe, through, spans)
@@ -64,18 +64,19 @@ def _reason_to_keep(item: Candidate, recipe: QuantizationRecipe) -> str:
     if item.computes_in_fp32:
         return "named in keep_fp32"
     part = item.record.model.part
-    # On every rank of the axis: ranks that differ would have other groups.
+    # Look at the parts of all ranks of the axis: if ranks decided differently, their groups would
+    # differ.
     shapes = dict.fromkeys(part.of_rank(rank).local_shape for rank in range(part.num_ranks))
     reasons = (recipe.weight.reason_against(shape) for shape in shapes)
     return next((reason for reason in reasons if reason is not None), "")
 
 
 def _is_linear_weight(item: Candidate) -> bool:
-    # Of a tied weight every owner counts: the embedding reads rows of the output layer's.
+    # Every owner of a tied weight counts: an embedding reads rows of the output layer's weight.
     owners = item.record.living_owners()
     if all(isinstance(owner, nn.Linear) and name == "weight" for owner, name in owners):
         return True
-    # Shared with another kind of layer, as an embedding, it is read by rows as well.
+    # A weight shared with another kind of layer, such as an embedding, is read by rows as well.
     is_one_kind = len({(type(owner), name) for owner, name in owners}) == 1
     return is_one_kind and annotation_of(item.parameter).is_linear_weight
 
@@ -83,21 +84,22 @@ def _is_linear_weight(item: Candidate) -> bool:
 def check_quantization(
     found: Sequence[Candidate], policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> None:
-    """Check that what a recipe is to quantize can be, and is on the device.
+    """Check that the weights a recipe chooses can be quantized, and live on the device.
 
     Args:
         found: Placed parameters of one unit.
-        policy: Has the recipe.
+        policy: The policy with the recipe.
         offload: What lives on the host.
 
     Raises:
         ValueError: Weights are of dtypes that no format takes.
-        NotImplementedError: They are to live on the host.
+        NotImplementedError: The weights are to live on the host.
     """
     recipe = policy.quantization
     if recipe is None:
         return
-    # A dtype is no reason to keep a weight as it is: a model in fp64 would train unquantized.
+    # An odd dtype raises instead of leaving the weight unquantized: a model in fp64 would silently
+    # train without the recipe.
     chosen = [item for item in found if quantization_of(item, policy) is not None]
     odd = [item for item in chosen if not _is_quantizable(item, policy)]
     where = f"the recipe '{recipe.name}' in fully_shard()"
@@ -123,7 +125,7 @@ def check_quantization(
 
 def _is_quantizable(item: Candidate, policy: MixedPrecisionPolicy) -> bool:
     dtype = item.parameter.dtype
-    # Frozen integers, as of another quantization.
+    # Frozen integers, for example of another quantization library.
     if not dtype.is_floating_point:
         return False
     used = policy.main_dtype(dtype), policy.compute_dtype(dtype, computes_in_fp32=False)

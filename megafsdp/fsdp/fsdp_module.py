@@ -46,8 +46,8 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Wait for the gather and show the unsharded parameters; later calls return at once.
 
-        If the unit has come to rest since, by a forward, a backward or ``reshard()``, nothing is
-        shown.
+        Nothing is shown if a forward, a backward or ``reshard()`` has meanwhile brought the unit to
+        rest.
         """
         unit, self._unit = self._unit, None
         if unit is not None and unit.num_rests == self._num_rests:
@@ -58,7 +58,7 @@ class UnshardHandle(TorchUnshardHandle):
 if TYPE_CHECKING:
 
     class _Mixin(TorchFSDPModule, nn.Module):  # type: ignore[misc]
-        """What every instance is once it is mixed in, for type checkers."""
+        """The base classes that type checkers see: every instance is also an ``nn.Module``."""
 
 else:
     _Mixin = TorchFSDPModule
@@ -67,15 +67,15 @@ else:
 class FSDPModule(_Mixin):
     """Mixin of modules given to ``fully_shard``.
 
-    It is a subclass of torch's class of this name, which other code asks for, and replaces all that
-    stands there. What torch's own code reads of a unit beside these methods is in
-    :mod:`megafsdp.fsdp.torch_state`.
+    It is a subclass of torch's class of the same name, so that ``isinstance`` checks elsewhere
+    hold, and overrides all of its methods. The other state of a unit that torch's own code reads is
+    in :mod:`megafsdp.fsdp.torch_state`.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Make a module of the class without this mixin.
 
-        torch makes a slice of an ``nn.Sequential`` by the class of the whole, and is no unit.
+        torch makes a slice of an ``nn.Sequential`` with the class of the whole; a slice is no unit.
         """
         plain = next(c for c in cls.__mro__[1:] if issubclass(c, nn.Module))
         return plain(*args, **kwargs)
@@ -99,7 +99,7 @@ class FSDPModule(_Mixin):
         return list(units_below([self]).values())
 
     def _get_fsdp_state(self) -> Any:
-        """Return what torch's own code reads of the unit behind this module."""
+        """Return the state of this module's unit in the form that torch's own code reads."""
         return TorchState(self)
 
     @overload
@@ -115,10 +115,10 @@ class FSDPModule(_Mixin):
         """Gather this unit's parameters and show them; collective over its ranks.
 
         Args:
-            async_op: Return a handle at once; the parameters are shown by its ``wait()``.
+            async_op: Return a handle at once; its ``wait()`` shows the parameters.
         """
         unit = self._fsdp_unit()
-        # The user may gather before the first forward, which would have found the root.
+        # A call before the first forward comes before the root was found: find it now.
         context = unit.require_context()
         refuse_replaced(unit.groups)
         context.start_unshard(unit)
@@ -155,7 +155,7 @@ class FSDPModule(_Mixin):
             unit.options = replace(unit.options, requires_gradient_sync=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether the next backward is the step's last; else reductions that can wait do."""
+        """Choose whether the next backward is the step's last; if not, some reductions wait."""
         self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -187,7 +187,7 @@ class FSDPModule(_Mixin):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Choose whether storage is freed when a unit's backward ends, or with the whole one."""
+        """Choose whether storage is freed when the unit's backward ends, or the whole backward."""
         for unit in self._fsdp_units(recurse=recurse):
             unit.options = replace(unit.options, reshard_after_backward=reshard_after_backward)
 
@@ -248,7 +248,7 @@ class FSDPModule(_Mixin):
         Raises:
             NotImplementedError: Always.
         """
-        # Sums of one microbatch, or over the inner axis alone, are no gradients yet.
+        # A sum of one microbatch, or over the inner axis alone, is not the final gradient.
         raise _not_built(
             "a hook on the buffer of reduced gradients, which a later microbatch may complete",
             where="set_all_reduce_hook()",
@@ -299,7 +299,7 @@ class FSDPModule(_Mixin):
                 where=where,
                 hint="Leave out the call, or use strategy 'optim_grads_params'",
             )
-        # Slabs were made for all units at once: their sizes and number follow from the whole.
+        # Slabs are made for all units at once: their sizes and number depend on every unit.
         if unit.context is not None and enable != unit.options.nccl_user_buffers:
             raise RuntimeError(
                 expected(
@@ -324,10 +324,10 @@ class FSDPModule(_Mixin):
         )
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Choose whether NCCL sums gradients alone, and does not multiply them by the divisor too.
+        """Choose whether NCCL only sums gradients, without multiplying them by the scale.
 
-        Zero-copy collectives need that. Scaling is then a pass over each rank's shard. Other
-        backends are never asked to scale.
+        Zero-copy collectives need that. Scaling is then a separate pass over each rank's shard.
+        Other backends are never asked to scale.
         """
         for group in self._fsdp_unit().groups:
             group.gradients.force_sum = enable
@@ -345,7 +345,8 @@ class FSDPModule(_Mixin):
         The default is True on CUDA, where one communicator runs one collective at a time, and False
         on CPU. The choice applies to all units under one root.
         """
-        # A root that first runs later asks its units: the context of this one ends with that.
+        # An outer root may run for the first time later. It then reads its units' options, because
+        # it replaces the context that is changed here.
         for unit in self._fsdp_units(recurse=recurse):
             unit.options = replace(unit.options, separates_reductions=enable)
         self._fsdp_unit().require_context().separate_reductions(enable)
@@ -353,9 +354,9 @@ class FSDPModule(_Mixin):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Choose how many reductions may be under way; each needs one unit's full gradients.
+        """Choose how many reductions may be under way; each holds one unit's full gradients.
 
-        The largest choice of all units under one root counts, from the next backward on.
+        The largest value among the units under one root counts, from the next backward on.
 
         Raises:
             TypeError: It is no int.
@@ -387,7 +388,7 @@ class FSDPModule(_Mixin):
         """Make the next forward's first gather wait for an event of the optimizer's stream.
 
         Raises:
-            NotImplementedError: The unit is not on CUDA, where alone there are streams.
+            NotImplementedError: The unit is not on CUDA; other devices have no streams.
         """
         # A root may own no parameter itself.
         groups = (group for unit in self._fsdp_units(recurse=True) for group in unit.groups)
@@ -400,15 +401,15 @@ class FSDPModule(_Mixin):
         self._fsdp_unit().post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """Drop what is not in ``.grad`` yet; called on the root by all ranks.
+        """Drop everything that is not in ``.grad`` yet; called on the root by all ranks.
 
-        That is a forward or backward that an exception cut short, and the sums of microbatches
-        whose last one does not come, which an optimizer's ``zero_grad`` does not reach.
+        This ends a forward or backward that an exception cut short, and drops the sums of
+        microbatches whose last one never comes; an optimizer's ``zero_grad`` does not reach these.
 
         Raises:
             RuntimeError: The module is not the root.
         """
-        # An exception leaves all units of a pass behind, not one.
+        # An exception leaves all units of a pass unfinished, not one.
         unit = self._fsdp_unit()
         context = unit.require_context()
         if not context.is_root(unit):
@@ -426,8 +427,8 @@ class FSDPModule(_Mixin):
             each.discard_unreduced_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, those of microbatches that wait for the last one included."""
-        # Inside of a backward, as in a hook that steps, sums of other units are still to come.
+        """Clear gradients, including those of microbatches that wait for the last one."""
+        # Inside a backward (in a hook that steps), other units still need their sums.
         if not is_backward_running():
             self._discard_unreduced_grads()
         super().zero_grad(set_to_none)
@@ -440,7 +441,7 @@ class FSDPModule(_Mixin):
     def _discard_unreduced_grads(self) -> None:
         below = set(self.modules())
         for unit in self._fsdp_units(recurse=True):
-            # No backward runs on this thread: one that has begun was cut short by an exception.
+            # No backward runs on this thread, so an exception cut short the one that had begun.
             if unit.context is not None and unit.context.has_backward_begun:
                 unit.context.reset_after_error()
             if below.issuperset(unit.modules):
@@ -453,12 +454,12 @@ class FSDPModule(_Mixin):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as any module does, also in inference mode."""
-        # There torch cannot detach a DTensor.
+        # In inference mode torch cannot detach a DTensor.
         with outside_inference_mode():
             return super().state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Accept ``to_empty()``, and ``.to()`` and its kin where they change nothing."""
+        """Accept ``to_empty()``; accept ``.to()`` and similar calls if they change nothing."""
         # torch's own _apply() would replace the parameters even where nothing changes.
         refuse_changes(self, fn, recurse)
         return self
@@ -473,7 +474,7 @@ class FSDPModule(_Mixin):
 
 
 def _not_built(got: str, *, where: str, hint: str) -> NotImplementedError:
-    """Return the error of a sound wish that torch grants and megafsdp does not."""
+    """Return the error for a valid request that torch supports and megafsdp does not."""
     return NotImplementedError(expected("collectives of our own", got, where=where, hint=hint))
 
 
@@ -483,7 +484,7 @@ def _references(
     """Return weak references to the units of modules.
 
     Raises:
-        ValueError: One is no unit.
+        ValueError: A module is not a unit.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -501,7 +502,7 @@ def _references(
 def mix_in(module: nn.Module) -> None:
     """Give a module the methods of :class:`FSDPModule` by changing its class."""
     register_as_fully_sharded(module)
-    # mypy takes the hash of the class for that of its instances.
+    # mypy mistakes the hash of the class for that of its instances.
     module.__class__ = _unit_class(type(module))  # type: ignore[arg-type]
     set_fully_shard_state(module, TorchState(module))
     mark_managed([module])
@@ -511,7 +512,7 @@ def mix_in(module: nn.Module) -> None:
 
 @functools.cache
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of units of a class: one, since torch compiles each class anew."""
+    """Return the unit class of a module class; cached, since torch compiles each class anew."""
     return type(f"{_PREFIX}{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
 
 
@@ -542,7 +543,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if unit_of(module) is None:
         return
     own = vars(module).get(method_name)
-    # Of the class, unbound: a bound one would be a cycle through the module.
+    # Take the class's method unbound: a bound one would be a cycle through the module.
     of_class = inspect.getattr_static(type(module), method_name, None)
     if own is None and of_class is None:
         raise ValueError(
@@ -553,7 +554,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
                 hint="Give the name of a method of the module itself",
             )
         )
-    # One of the instance would come before that of the class below.
+    # An attribute of the instance would hide the method of the class below.
     vars(module).pop(method_name, None)
 
     @untraced_frame
@@ -565,6 +566,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method = own or (of_class if bind is None else bind(self, type(self)))
         return unit.run_as_forward(self, method, args, kwargs)
 
-    # A class of its own: other units share the one that mix_in() has given.
+    # Make a class for this module alone: other units share the one that mix_in() gave it.
     cls = type(module)
     module.__class__ = type(cls.__name__, (cls,), {method_name: run, "__doc__": cls.__doc__})

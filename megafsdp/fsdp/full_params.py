@@ -1,7 +1,7 @@
 """Whole tensors of a sharded model: full state dicts, and forwards with everything gathered.
 
-All are called by every rank of a model at rest, and each rank gets, or gives, every tensor whole.
-Training states are saved piece by piece, by :mod:`megafsdp.checkpoint`.
+Every rank of the model calls these functions while the model is at rest, and gets or gives every
+tensor whole. To save training states shard by shard, use :mod:`megafsdp.checkpoint`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: A module with units below it, at rest. Called by all ranks alike.
 
     Returns:
-        The same dict on every rank: copies, on the model's device. Extra states of modules are
-        each rank's own.
+        The same dict on every rank: copies, on the model's device. Only the extra states of modules
+        are each rank's own.
 
     Raises:
-        RuntimeError: Something has no values since it came on the meta device, or the model shows
-            compute weights by ``summon_full_params`` that are not the main weights.
+        RuntimeError: A tensor has no values because it came on the meta device, or
+            ``summon_full_params`` shows compute weights that are not the main weights.
     """
     require_initialized([model], where="full_state_dict()")
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -53,7 +53,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     def whole(name: str, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        # Names of a tied parameter share a tensor, as in any state dict: savers store it once.
+        # Names of a tied parameter share one tensor, as in any state dict: savers store it once.
         key = id(parameters.get(name, value))
         if key not in full:
             full[key] = full_tensor(value).detach().clone()
@@ -67,8 +67,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copy full plain tensors into a sharded model: each rank takes its own rows.
 
-    Compute weights are fresh from the next forward on. Called by all ranks alike, each with the
-    whole state; one small collective, so that all ranks raise if one must.
+    The next forward makes the compute weights anew. Called by all ranks alike, each with the whole
+    state; one small collective, so that all ranks raise if one must.
 
     Args:
         model: A module with units below it, at rest.
@@ -78,19 +78,19 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Raises:
         ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then,
             on any rank.
-        RuntimeError: The same on other ranks alone, whose errors it quotes; or a unit shows full
-            parameters by ``summon_full_params``.
+        RuntimeError: Only other ranks found such an error, which is quoted; or
+            ``summon_full_params`` shows full parameters of a unit.
     """
     own = model.state_dict()
-    # What still shows full parameters is pinned: writes to them would be lost.
+    # Units that still show full parameters are pinned: writes to them would be lost.
     if any(is_replaced(parameter) for parameter in model.parameters()):
         refuse_summoned("load_full_state_dict()")
     # Nothing is changed before all ranks have agreed that their states fit.
     raise_together(_mismatch(own, state))
-    # A background save may still copy the main weights.
+    # A background save may still be copying the main weights.
     wait_before_load()
     give_memory_to_meta_tensors(model, device_below(model), is_wanted=own.__contains__)
-    # Again, for tensors of the meta device were replaced.
+    # Read again: tensors on the meta device were replaced.
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
@@ -102,7 +102,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
                 local_tensor(tensor).copy_(state[name])
     extra_states = {name: state[name] for name in own if _is_extra_state(name)}
     if extra_states:
-        # Hooks of torch know which module each belongs to, under wrappers too.
+        # load_state_dict() finds the module of each, under wrappers too.
         model.load_state_dict(extra_states, strict=False)
     mark_main_weights_changed(model)
 
@@ -112,7 +112,7 @@ def _is_extra_state(name: str) -> bool:
 
 
 def device_below(module: nn.Module) -> torch.device:
-    """Return the device of the units below a module; torch's default device without any."""
+    """Return the device of the units below a module; without units torch's default device."""
     return device_of([group for unit in units_below([module]).values() for group in unit.groups])
 
 
@@ -142,20 +142,20 @@ def _mismatch(
 def summon_full_params(module: nn.Module) -> Iterator[None]:
     """Show full compute weights of all units below a module while the context is open.
 
-    Forwards inside gather nothing, so ranks may call the module a different number of times, for
-    example to generate text: transformers' ``generate()`` ends on each rank by itself, where else
-    all go on to the longest. Collective on entry and at the end, where all ranks raise if one must;
-    the whole model is in memory.
+    Forwards inside gather nothing, so ranks may call the module a different number of times. For
+    example, transformers' ``generate()`` may end on each rank by itself; outside the context all
+    ranks run as long as the longest text. Collective on entry and at the end, where all ranks raise
+    if one must; the whole model is in memory.
 
-    The parameters are for reading. A write is an error when the context ends, and is undone: main
-    weights stay as they were. Only where forward reads the main weights themselves (one rank,
-    ``no_shard`` or a 0-dim parameter, without a cast) a write stays. torch counts no writes by
-    ``parameter.data``: do not write so.
+    The parameters are read-only. A write raises when the context ends, and is undone: main weights
+    stay as they were. A write stays only where forward reads the main weights themselves (one rank,
+    ``no_shard`` or a 0-dim parameter, without a cast). Do not write through ``parameter.data``:
+    torch does not count such writes.
 
     Raises:
         RuntimeError: Parameters were written to on some rank, or other ranks raised in the context.
     """
-    # Pinned ones belong to a context around this one, which ends later.
+    # Pinned units belong to an enclosing context, which ends later.
     units = [unit for unit in units_below([module]).values() if not unit.is_pinned]
     refuse_replaced(group for unit in units for group in unit.groups)
     for unit in units:
@@ -170,7 +170,7 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
         error = raised
     finally:
         for unit in units:
-            # First: show_sharded() and release() do nothing for a pinned unit.
+            # Unpin first: show_sharded() and release() do nothing for a pinned unit.
             unit.is_pinned = False
             mark_managed(unit.modules)
             unit.show_sharded()
@@ -189,14 +189,14 @@ def _count_writes(unit: FSDPUnit) -> list[tuple[int, int]]:
 def _written(
     units: Sequence[FSDPUnit], before: Sequence[list[tuple[int, int]]]
 ) -> RuntimeError | None:
-    """Return the error of writes to full parameters since they were counted; None without any."""
+    """Return an error if full parameters were written to since they were counted; else None."""
     names = [
         unit.name
         for unit, counts in zip(units, before, strict=True)
         for (marks, versions), (new_marks, new_versions) in zip(
             counts, _count_writes(unit), strict=True
         )
-        # A step or a load changes main weights, which may be the full parameters.
+        # A step or a load also changes full parameters that are the main weights themselves.
         if marks == new_marks and versions != new_versions
     ]
     if not names:
@@ -220,10 +220,10 @@ def _raise_together(error: Exception | None, units: Sequence[FSDPUnit]) -> None:
             raise error
         return
     try:
-        # Some groups may be of experts or of whole parameters, which fewer ranks have.
+        # Take the largest: groups of experts or of whole parameters may have fewer ranks.
         raise_together(error, max((g.axes.everyone for g in groups), key=lambda g: g.size()))
     except Exception:
-        # On all ranks, or they would not gather alike: a persistent weight may have the writes.
+        # A persistent weight may contain the writes: remake it, on all ranks, so that all gather.
         for group in groups:
             group.mark_stale()
         raise

@@ -4,7 +4,7 @@
 whole model. Both change modules in place and return them; no wrapper, no key prefix.
 
 The functions below the entry points turn arguments into values or refuse them, before any module is
-changed; those of meshes are in :mod:`megafsdp.fsdp.division`. torch's own ``MixedPrecisionPolicy``
+changed; :mod:`megafsdp.fsdp.division` does so for meshes. torch's own ``MixedPrecisionPolicy``
 and ``CPUOffloadPolicy`` are accepted wherever ours are. Grouping, buffers and hooks are made
 elsewhere; no collective is issued here, except to build a default mesh.
 """
@@ -78,7 +78,7 @@ def fully_shard(
 ) -> tuple[FSDPModule, ...]: ...
 
 
-# In inference mode flat buffers would be tensors that autograd refuses ever after.
+# Flat buffers made in inference mode would be tensors that autograd refuses for good.
 @torch.inference_mode(mode=False)
 def fully_shard(
     module: nn.Module | list[M] | tuple[M, ...],
@@ -100,34 +100,34 @@ def fully_shard(
     """Make a module, or a list or tuple of modules that run one after another, into one unit.
 
     Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
-    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights. Values
-    are each rank's own: initialise all ranks alike. Parameters on the meta device have none until
-    ``materialize`` or a load. No collective is issued, except to build a default mesh.
+    below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights. Each
+    rank keeps its own values: initialise all ranks alike. Parameters on the meta device have no
+    values until ``materialize`` or a load. No collective is issued, except to build a default mesh.
 
-    DTensor parameters over one axis beside the mesh, as ``parallelize_module`` makes them, are
-    divided part by part, and their gradients summed over that axis where they are partial.
+    DTensor parameters over one axis outside the mesh, as ``parallelize_module`` makes them, are
+    divided part by part; where their gradients are partial, they are summed over that axis.
 
     Args:
         module: The module or modules, changed in place.
-        mesh: The ranks: 1-D, or 2-D of an outer axis and of the ranks to divide among (HSDP,
-            HFSDP), with any names; None: one axis of all. The module is moved to its device.
+        mesh: The ranks: 1-D, or 2-D with an outer axis first, then the ranks to divide among (HSDP,
+            HFSDP), with any names; None: 1-D, all ranks. The module is moved to the mesh's device.
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
-        outer_strategy: What the first axis of a 2-D mesh divides besides: ``"no_shard"``, nothing
-            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP, around ZeRO-3).
+        outer_strategy: What the first axis of a 2-D mesh also divides: ``"no_shard"``, nothing
+            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP; needs ZeRO-3).
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
-            all but those needed again at once: the root's and the last unit's. A number of
-            neighbouring ranks, say of one node, divides them among these alone.
+            all but those needed again at once: the root's and the last unit's. A number keeps them
+            divided among that many neighbouring ranks, say of one node.
         shard_placement_fn: As in torch; only rows are cut: it returns None or ``Shard(0)``.
         mp_policy: Dtypes; torch's policy is accepted.
         offload_policy: What lives on the host; torch's policy is accepted.
         ignored_params: Parameters to leave alone: neither cut nor reduced.
         average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
         prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
-        nccl_user_buffers: Gather into memory that is registered with NCCL, a few units' bytes that
-            stay allocated. For ZeRO-3 alone; without NCCL memory stays plain, with a warning.
-        dp_mesh_dims: torch's way to choose axes of a larger mesh, which is refused.
-        expert_mesh: Ranks that divide experts' parameters; the mean is over ``mesh`` as well.
+        nccl_user_buffers: Gather into memory registered with NCCL: the size of a few units, which
+            stays allocated. Only for ZeRO-3; without NCCL memory stays plain, with a warning.
+        dp_mesh_dims: torch's way to choose axes of a larger mesh; refused.
+        expert_mesh: Ranks that divide experts' parameters; the mean is still over ``mesh``.
 
     Returns:
         ``module``, whose class is now also an :class:`FSDPModule`.
@@ -182,16 +182,17 @@ def fully_shard_model(
 ) -> FSDPModule:
     """Make every instance of some classes below a model, and then the model, into units.
 
-    All of them are checked before the first is changed. A unit that has a parameter tied to one
-    outside of it is left out, which is logged: its parameters belong to the unit around it.
+    All of them are checked before the first is changed. A module with a parameter that is tied to
+    one outside of it does not become a unit, which is logged: its parameters belong to the unit
+    around it.
 
     Args:
         model: The model, changed in place.
         fsdp_unit_modules: Classes, or their names, dotted (``package.module.Class``) or plain. None
-            takes the model's ``_no_split_modules``, as Hugging Face models have it. The model's own
-            class alone makes it one unit.
-        mp_policy: As for :func:`fully_shard`; names in it may be those of the whole model.
-        mesh: This and the rest are as for :func:`fully_shard`, the same for all units.
+            takes the model's ``_no_split_modules``, which Hugging Face models have. If only the
+            model's own class is named, the model becomes one unit.
+        mp_policy: As for :func:`fully_shard`; names in it may be relative to the whole model.
+        mesh: As for :func:`fully_shard`; this and all other arguments are the same for all units.
         strategy: As for :func:`fully_shard`.
         outer_strategy: As for :func:`fully_shard`.
         reshard_after_forward: As for :func:`fully_shard`.
@@ -213,7 +214,7 @@ def fully_shard_model(
             ``mp_policy`` matches nothing, or its recipe quantizes nothing.
         Exception: Whatever :func:`fully_shard` raises.
     """
-    # A list, because each unit reads it.
+    # A list, because each unit iterates over it.
     ignored = list(ignored_params or ())
     options: ModelKeywords = {
         "mesh": mesh,
@@ -230,7 +231,7 @@ def fully_shard_model(
         "expert_mesh": expert_mesh,
     }
     units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
-    # Before the first call: names are matched to parameters by id, and it replaces parameters.
+    # Before the first fully_shard(): names are matched to parameters by id, and it replaces them.
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
@@ -247,10 +248,10 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     """Declare whether the forward and backward inside are the step's last ones; local.
 
     Without it every backward is complete by itself, which is always right. Inside
-    ``microbatch(model, is_last=False)`` reductions that can wait do: replicated gradients are
-    summed locally and all-reduced in the last microbatch. Inside
-    ``microbatch(model, is_last=True)`` an optimizer that clips by itself may begin to step
-    parameters whose gradients are complete: they must not change before its ``step``.
+    ``microbatch(model, is_last=False)`` some reductions wait: replicated gradients are summed
+    locally and all-reduced in the last microbatch. Inside ``microbatch(model, is_last=True)`` an
+    optimizer that clips by itself may already step parameters whose gradients are complete: do not
+    change these parameters or gradients before its ``step``.
 
     Args:
         model: The outermost module given to ``fully_shard``, or one that contains such modules.
@@ -258,7 +259,7 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
     """
     units = list(units_below([model]).values())
     if units:
-        # The outermost unit first, which adopts the others: each would else become a root.
+        # The outermost unit comes first and adopts the others, which would else become roots.
         units[0].require_context()
     contexts = dict.fromkeys(unit.require_context() for unit in units)
     for context in contexts:
@@ -271,7 +272,7 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
 
 
 def average_of(value: str) -> Average:
-    """Return the averaging rule of a name.
+    """Return the averaging rule with a name.
 
     Raises:
         ValueError: The name is unknown.
@@ -293,7 +294,7 @@ def average_of(value: str) -> Average:
 def mixed_precision_of(
     policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy,
 ) -> MixedPrecisionPolicy:
-    """Return our policy for ours or torch's; torch's unset ``reduce_dtype`` takes our default.
+    """Return a policy of ours or torch's as ours; an unset ``reduce_dtype`` takes our default.
 
     Raises:
         TypeError: The value is neither.
@@ -318,12 +319,12 @@ def mixed_precision_of(
 
 
 def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
-    """Return our policy for ours or torch's.
+    """Return an offload policy of ours or torch's as ours.
 
     Raises:
         TypeError: The value is neither.
     """
-    # The host first: torch's class for it is a subclass of its class for the device.
+    # Test torch's CPU policy first: its class is a subclass of the one that offloads nothing.
     if isinstance(policy, TorchCPUOffloadPolicy):
         return OffloadPolicy(params=True, pin_memory=policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
@@ -347,15 +348,15 @@ def check_units(
     meshes: tuple[DeviceMesh | None, DeviceMesh | None],
     offload: OffloadPolicy,
 ) -> None:
-    """Check what could refuse one of several units, so that all are made or none.
+    """Check everything that could refuse one of several units, so that all are made or none.
 
     Args:
-        policies: The modules that will be a unit each, inner ones first and the model last, and
-            their policies.
+        policies: The policy of each module that will be a unit; inner modules first, the model
+            last.
         ignored: Parameters to leave alone.
         placement_fn: As for :func:`fully_shard`.
-        meshes: Its mesh and its expert_mesh.
-        offload: Its offload_policy.
+        meshes: The ``mesh`` and ``expert_mesh`` of :func:`fully_shard`.
+        offload: Its ``offload_policy``.
 
     Raises:
         ValueError: A recipe quantizes nothing of the model.
@@ -381,12 +382,12 @@ def check_units(
 
 
 def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
-    """Check that the modules can become a unit, or one each.
+    """Check that the modules can become one unit, or one unit each.
 
     Raises:
         TypeError: One is no module.
-        ValueError: There is none, one comes twice, is a unit already, has one of torch's or only
-            contains modules, or ``prefetch`` is no whole number from 0 on.
+        ValueError: The list is empty, a module comes twice, is a unit already, contains a unit of
+            torch or only contains modules, or ``prefetch`` is no whole number from 0 on.
     """
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -399,7 +400,7 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
                 )
             )
     refuse_units_of_torch(modules)
-    # Two units over one module would each gather, and each end its backward.
+    # Two units over one module would both gather, and both end its backward.
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
@@ -444,10 +445,10 @@ def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
 
 
 def check_user_buffers(is_wanted: bool, strategy: Strategy) -> None:
-    """Check that gathers come and go, if they are to fill registered memory.
+    """Check that gathered weights are freed between uses, if registered memory is wanted.
 
     Raises:
-        ValueError: Compute weights stay in full between uses.
+        ValueError: The strategy keeps compute weights in full between uses.
     """
     if is_wanted and strategy.has_persistent_compute_weight:
         raise ValueError(
@@ -461,11 +462,12 @@ def check_user_buffers(is_wanted: bool, strategy: Strategy) -> None:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a list or dict of torch has neither a forward nor another method to run."""
+    """Return whether a module is torch's list or dict, with no forward or other method to run."""
     kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     if not isinstance(module, kinds) or type(module).forward is not nn.Module.forward:
         return False
-    # register_fsdp_forward_method() serves a class of the user's that has other methods.
+    # A user's subclass with other methods is no mere container: register_fsdp_forward_method()
+    # can serve these.
     classes = [c for c in type(module).__mro__ if not c.__module__.startswith("torch.")]
     return not any(
         callable(value)
@@ -483,7 +485,7 @@ def refuse_units_of_torch(modules: Iterable[nn.Module]) -> None:
     """
     for root in modules:
         for name, module in root.named_modules():
-            # A subclass of torch's class too: ours.
+            # Our units pass this test too: FSDPModule is a subclass of torch's.
             is_of_torch = isinstance(module, TorchFSDPModule | ReplicatedModule)
             if is_of_torch and not isinstance(module, FSDPModule):
                 raise ValueError(
@@ -502,13 +504,13 @@ def check_placements(
     """Check that the user's placements cut dimension 0.
 
     Raises:
-        NotImplementedError: One cuts another dimension, or has a mesh of its own.
+        NotImplementedError: A placement cuts another dimension, or has a mesh of its own.
     """
     for item in found:
         # Placements of any class with a `dim` count: torch has several, and users their own.
         placement = None if placement_fn is None else placement_fn(item.parameter)
         dim = getattr(placement, "dim", None)
-        # From the end, the only dimension of a vector is -1.
+        # Counted from the end, dimension 0 is -ndim.
         if placement is not None and dim not in (0, -item.parameter.ndim):
             # Local rows of another dimension would not be one range of a flat buffer.
             hint = "Return None: rows of flat buffers are cut on dimension 0"

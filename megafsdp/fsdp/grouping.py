@@ -1,10 +1,10 @@
-"""Which modules become units, which parameters a unit owns, and into which groups they fall.
+"""Find the modules that become units, the parameters of each unit, and their groups.
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, by the meshes that divide them, and by whether they can be cut
 at all: parameters without dimensions or elements, and frozen integers, are whole on every rank.
-Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32, hence are grouped apart,
-and so are weights that a recipe quantizes.
+Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32 and have groups of their
+own, and so have weights that a recipe quantizes.
 
 What would make the engine wrong later is refused here, before anything is changed. Buffers are laid
 out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
@@ -60,8 +60,9 @@ class GroupKey:
         requires_grad: Whether they get gradients.
         is_whole: Whether they are whole on every rank, whatever the strategy.
         is_expert: Whether they are divided over the mesh of experts.
-        model_mesh: The axis that cuts or repeats them besides; None without one.
-        weight_mesh: Ranks that combine a recipe's maxima of them; None for those that divide them.
+        model_mesh: The model axis that also cuts or repeats them; None without one.
+        weight_mesh: Ranks that combine a recipe's maxima of them; None for the ranks that divide
+            them.
         quantization: How their compute weights are quantized; None for a cast.
     """
 
@@ -80,9 +81,9 @@ class FoundParameter:
 
     Attributes:
         parameter: The parameter as the user made it.
-        record: What the engine will record of it.
+        record: The engine's record of it.
         computes_in_fp32: Whether ``keep_fp32`` names it, by any of the names of a tie.
-        is_kept_unquantized: Whether ``keep_unquantized`` does.
+        is_kept_unquantized: Whether ``keep_unquantized`` names it.
         is_expert: Whether it is divided over the mesh of experts.
     """
 
@@ -99,12 +100,14 @@ def find_units(
     """Return the modules below a model that are of some classes, in the order of ``modules()``.
 
     Args:
-        model: Searched; never found itself, but its class may be the only one that is named.
+        model: The model to search. It is never in the result, but its class may be the only one
+            that is named.
         fsdp_unit_modules: As for ``fully_shard_model``.
 
     Raises:
-        TypeError: One class or name is given, not a list of them.
-        ValueError: No class is named, or neither the model nor a module below it is of one.
+        TypeError: One class or name is given instead of a list.
+        ValueError: No class is named, or neither the model nor a module below it is of a named
+            class.
     """
     wanted = fsdp_unit_modules
     # One string would be taken for the names of its characters.
@@ -135,7 +138,7 @@ def find_units(
 
 
 def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
-    # By base classes too: a module that is a unit already has a class of its own.
+    # Compare base classes too: a module that is a unit already has a generated class.
     for cls in type(module).__mro__:
         names = {cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"}
         if any(cls is each or each in names for each in wanted):
@@ -146,10 +149,10 @@ def _is_one_of(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bo
 def leave_out_tied(
     model: nn.Module, units: Sequence[nn.Module], ignored: Iterable[nn.Parameter]
 ) -> list[nn.Module]:
-    """Return the units that have no parameter tied to one outside of them; the rest is logged.
+    """Return the units that have no parameter tied to one outside of them; log the others.
 
-    What is left out belongs to the unit around it: a tied parameter has one main weight, so all its
-    users must be in one unit.
+    The parameters of those left out belong to the unit around them: a tied parameter has one main
+    weight, so all its users must be in one unit.
 
     Args:
         model: The root.
@@ -174,11 +177,11 @@ def leave_out_tied(
 def _tied_outside(
     model: nn.Module, units: Sequence[nn.Module], ignored_ids: set[int]
 ) -> dict[nn.Module, str]:
-    """Return the units with a parameter that a unit outside of them has too, and its names."""
+    """Return the units with a parameter that is also outside of them, and the names of the tie."""
     chosen = set(units)
     below = {unit: set(unit.modules()) for unit in units}
     fqns = {module: name for name, module in model.named_modules()}
-    # The units that would own a parameter, by its id, each with a name of it.
+    # For each parameter, by id: the units that would own it, with its FQN there.
     owners: dict[int, dict[nn.Module, str]] = {}
     for unit in (model, *units):
         inner = [m for m in unit.modules() if m in chosen and m is not unit]
@@ -233,7 +236,8 @@ def find_parameters(
         TypeError: Something else than a parameter is ignored.
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
             outer unit was made first), or has gradient hooks that its sharded form would not have.
-            Or a name of the policy has only parameters of inner units, which have another policy.
+            Or a name in the policy matches only parameters of inner units, which have another
+            policy.
         NotImplementedError: A parameter is of a subclass other than DTensor, complex, or
             floating-point of 8 bits.
     """
@@ -289,22 +293,22 @@ def place_parameters(
     mesh: DeviceMesh | None,
     expert_mesh: DeviceMesh | None,
 ) -> None:
-    """Find which mesh divides each parameter, and what a model axis gives this rank of it; local.
+    """Find the mesh that divides each parameter, and this rank's model part of it; local.
 
-    Plain parameters beside DTensors are repeated over the model axis of these, and those of a mesh
-    that was sliced from one with a tensor-parallel axis over that one. Experts' are not: each rank
-    may have other ones.
+    Plain parameters count as repeated over the model axis of the DTensors of this unit or of those
+    below it, or else over the tensor-parallel axis of the mesh from which ``mesh`` was sliced.
+    Experts' parameters do not: each rank may have other experts.
 
     Args:
-        found: Where to write it.
+        found: The parameters, in which the results are written.
         modules: The unit's modules.
         mesh: The data-parallel mesh; None for one of all ranks, which has no model axis.
-        expert_mesh: That of experts; None for the same one.
+        expert_mesh: The data-parallel mesh of experts; None for ``mesh``.
 
     Raises:
-        TypeError: A mesh is none.
-        ValueError: A DTensor is on a mesh that does not fit, a plain parameter should be one, or
-            experts are on ranks with other experts, or on others than the rest of the model.
+        TypeError: A mesh is not a ``DeviceMesh``.
+        ValueError: A DTensor is on a mesh that does not fit, a plain parameter should be a DTensor,
+            or experts are divided over ranks that have other experts, or that are not the model's.
         NotImplementedError: A DTensor is cut in a way that is not built.
     """
     _check_meshes(mesh, expert_mesh)
@@ -315,7 +319,7 @@ def place_parameters(
     model_mesh: DeviceMesh | None = None
     axes: dict[tuple[DeviceMesh, DeviceMesh], None] = {}
     for item in found:
-        # Without a mesh of their own experts are parameters like all others.
+        # Without a mesh of their own, experts are parameters like all others.
         item.is_expert = expert_mesh is not None and annotation_of(item.parameter).is_expert
         if isinstance(item.parameter, DTensor):
             data_mesh = _place_dtensor(item, expert_mesh if item.is_expert else mesh)
@@ -323,11 +327,11 @@ def place_parameters(
             axes[data_mesh, axis] = None
             model_mesh = model_mesh or (None if item.is_expert else axis)
     for data_mesh, axis in axes:
-        # Raises where the ranks of both are no grid.
+        # Raises if the ranks of the two meshes do not form a grid.
         joined_mesh(data_mesh, axis)
     model_mesh = model_mesh or _model_mesh_of_units(modules) or tensor_parallel_mesh(mesh)
-    # Copies of plain parameters on a model axis are one tensor in a checkpoint and count once in a
-    # norm, so their DTensors must say that they are copies.
+    # Copies of a plain parameter on a model axis are one tensor in a checkpoint and count once in a
+    # norm, so its DTensor must say that they are copies.
     for item in found:
         name, parameter = item.record.name, item.parameter
         has_own_experts = annotation_of(parameter).experts is not None
@@ -346,7 +350,7 @@ def _model_mesh_of_units(modules: Sequence[nn.Module]) -> DeviceMesh | None:
 
 
 def _place_dtensor(item: FoundParameter, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Find what a model axis gives this rank of a DTensor; return the mesh that divides it."""
+    """Find this rank's model part of a DTensor; return the mesh that divides it."""
     name, parameter = item.record.name, item.parameter
     assert isinstance(parameter, DTensor), "asked of DTensors"
     if mesh is None:
@@ -370,8 +374,8 @@ def group_parameters(
     groups: dict[GroupKey, list[FoundParameter]] = {}
     for item in found:
         parameter, part = item.parameter, item.record.model.part
-        # There are no rows to cut, here or on the rank of the model axis with the smallest part:
-        # ranks that differ would have other groups, hence other collectives.
+        # Whole if it has no rows to cut. The last rank of the model axis has the smallest part:
+        # all ranks look at that one, or their groups and collectives would differ.
         is_whole = parameter.ndim == 0 or part.of_rank(part.num_ranks - 1).local_numel == 0
         if parameter.is_floating_point():
             grad = policy.grad_dtype(parameter.dtype)
@@ -405,7 +409,7 @@ def build_groups(
     division: Division,
     memory: UnitMemory,
 ) -> list[ParameterGroup]:
-    """Make the parameter groups of a unit; local, but for process groups on first use.
+    """Make the parameter groups of a unit; local, except to make process groups on first use.
 
     Raises:
         ValueError: A ``weight_mesh`` lacks ranks that divide its parameters, or weights to quantize
@@ -437,7 +441,7 @@ def _axes_of(key: GroupKey, name: str, division: Division) -> DataParallelAxes:
         return axes
     dividing = dist.get_process_group_ranks(axes.shard_group) if axes.is_sharded else []
     missing = set(dividing).difference(key.weight_mesh.mesh.flatten().tolist())
-    # Ranks that encode rows of one tensor with scales of their own would gather nonsense.
+    # If ranks encoded rows of one tensor with different scales, the gathered codes would be wrong.
     if missing:
         raise ValueError(
             expected(
@@ -451,10 +455,10 @@ def _axes_of(key: GroupKey, name: str, division: Division) -> DataParallelAxes:
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move the buffers below modules to the device of the mesh, as their parameters are; local.
+    """Move the buffers below modules to the device of the mesh, as parameters are; local.
 
-    The tensors stay the same objects. Those on the meta device stay there, DTensors are where their
-    own mesh is, and a mesh of meta devices has none. Those beside ignored parameters are moved too.
+    The tensors stay the same objects. Not moved are buffers on the meta device, DTensors, and all
+    buffers if the mesh is of meta devices. Buffers of modules with ignored parameters are moved.
     """
     for module in modules if device.type != "meta" else ():
         for buffer in module.buffers():
@@ -463,9 +467,9 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
-    """Mark original and full parameters as owned, to recognise them elsewhere."""
+    """Mark original and full parameters as owned, so that other code recognises them."""
     for item in found:
-        # The unsharded one too: within summon_full_params() model.parameters() returns it.
+        # Mark the unsharded one too: within summon_full_params() model.parameters() returns it.
         for parameter in (item.parameter, item.record.unsharded):
             setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
 
@@ -476,7 +480,7 @@ def is_replaced(parameter: torch.Tensor) -> bool:
 
 
 def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below: bool) -> None:
-    # An outer unit was made first and owns the parameter, which can have one owner only.
+    # An outer unit was made first and owns the parameter, which can have only one owner.
     if not is_below:
         raise ValueError(
             expected(
@@ -489,7 +493,7 @@ def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    # Tied across units, it would get two main weights, each with a part of the gradient.
+    # A parameter tied across units would get two main weights, each with a part of the gradient.
     owner = getattr(parameter, _OWNER_ATTRIBUTE, None)
     if owner is not None:
         raise ValueError(
@@ -510,7 +514,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Call register_post_accumulate_grad_hook() after fully_shard()",
             )
         )
-    # A parameter over a flat buffer has neither the subclass's operations nor what it carries.
+    # A parameter over a flat buffer has neither the subclass's operations nor its attributes.
     if type(parameter) not in (nn.Parameter, DTensor):
         cls = type(parameter)
         hint = "Name it in ignored_params, which leaves it whole on every rank, or convert or "
@@ -540,12 +544,12 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 def device_type_of(found: Sequence[FoundParameter]) -> str:
     """Return the device type of a default mesh: that of all found parameters, or ``cpu``.
 
-    Parameters on the meta device are on none; if all are, CUDA is taken where there is a device.
-    Where the default process group serves one type alone, as NCCL does, it is that one, and
+    Parameters on the meta device do not count; if all are there, CUDA is taken if it is available.
+    If the default process group serves a single device type, as NCCL does, that type is taken, and
     parameters on the host are moved there.
 
     Raises:
-        ValueError: They are on several.
+        ValueError: The parameters are on several device types.
     """
     types = sorted({item.parameter.device.type for item in found if not item.parameter.is_meta})
     if len(types) > 1:

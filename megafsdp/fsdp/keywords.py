@@ -1,4 +1,4 @@
-"""The types of what ``fully_shard`` takes by keyword, for type checkers; nothing here runs."""
+"""The types of the keyword arguments of ``fully_shard``, for type checkers; nothing here runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 
-# Names of megafsdp.fsdp.params.policy.Strategy, and its stages of ZeRO.
+# Values of megafsdp.fsdp.params.policy.Strategy, and its ZeRO stages.
 StrategyChoice = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", 0, 1, 2, 3]
 OuterStrategyChoice = Literal["no_shard", "optim"]
 AverageChoice = Literal["rank", "token"]

@@ -1,7 +1,7 @@
-"""Values for a model that was built and sharded on the meta device, one unit at a time.
+"""Initialise a model that was built and sharded on the meta device, one unit at a time.
 
 :func:`materialize` walks the modules as ``nn.Module.apply`` does, children first, and lets the
-initialiser write full plain parameters: those of one unit exist at a time. When the walk leaves a
+initialiser write full plain parameters, of one unit at a time. When the walk leaves a
 unit, each rank copies its rows and the full tensors are freed; when it comes back to a module whose
 subtree was written before, its parameters are gathered, so that a parent may edit what its
 children drew. With three units, root, ``a`` and ``b``:
@@ -10,7 +10,7 @@ children drew. With three units, root, ``a`` and ``b``:
     full tensors    a     a       a  |  b     b       b  |  embedding  the root's own
 
 Every rank draws all numbers, hence the values do not depend on the number of ranks. How a parameter
-is cut is decided elsewhere; which ones have values is recorded by :mod:`megafsdp.fsdp.params.meta`.
+is cut is decided elsewhere; :mod:`megafsdp.fsdp.params.meta` records which parameters have values.
 """
 
 from __future__ import annotations
@@ -54,39 +54,40 @@ def materialize(
 ) -> nn.Module:
     """Create and initialise everything below a model that is on the meta device.
 
-    The result is, bit for bit and for any number of ranks, that of ``model.to_empty(device=...)``
-    with ties kept, followed by ``model.apply(initialize)``, on an unsharded model with the same
-    random state. Beyond the shards there exist at most the full parameters of one unit and what
-    gathers one of them. Collective: called by all ranks alike, with equal random states.
+    For any number of ranks the result has the same bits as ``model.to_empty(device=...)`` with ties
+    kept, followed by ``model.apply(initialize)``, on an unsharded model with the same random state.
+    Memory beside the shards holds at most the full parameters of one unit, and the buffers that
+    gather one of them. Collective: called by all ranks alike, with equal random states.
 
-    ``initialize`` is called under ``no_grad`` on every module, except on those whose part of their
-    unit had values throughout before the call. What had values, because it was not on the meta
-    device or was loaded, keeps them, whatever is written to it meanwhile. A module sees its unit's
-    parameters in full; those of units below it are sharded, and are not to be drawn from there.
-    Either everything is initialised, or the call raises and can be made again.
+    ``initialize`` is called under ``no_grad`` on every module, except where all tensors of the
+    module and of those below it in its unit had values before the call. A tensor that had values,
+    because it was not on the meta device or was loaded, keeps them, whatever ``initialize`` writes.
+    A module sees its unit's parameters in full; parameters of units below it are sharded, and it
+    must not draw values for them. Either everything is initialised, or the call raises and can be
+    repeated.
 
-    Writes to tensors on the meta device store nothing: where a model's ``__init__`` sets values, as
-    by ``self.apply(self._init_weights)``, give that function here too.
+    Writes to tensors on the meta device store nothing: if a model's ``__init__`` sets values, for
+    example by ``self.apply(self._init_weights)``, give that function here too.
 
     Args:
-        model: A module with units below it that are all of its model's.
-        initialize: Fills parameters and buffers of one module in place; None calls the module's
-            ``reset_parameters()`` if there is one, or else, where it has tensors of its own, its
-            ``_reset_parameters()``.
+        model: A module that contains each of its units completely.
+        initialize: Fills parameters and buffers of one module in place. None calls the module's
+            ``reset_parameters()`` if there is one, or else the ``_reset_parameters()`` of a module
+            that has tensors of its own.
 
     Returns:
-        ``model``. Units' parameters stay the objects that they are; parameters outside of units,
-        and buffers, are new ones where they were on the meta device.
+        ``model``. Units' parameters stay the same objects; parameters outside of units, and
+        buffers, are new objects if they were on the meta device.
 
     Raises:
         ValueError: The ranks' random states or models differ, or ``model`` is a part of a unit.
         RuntimeError: A parameter or buffer was not filled.
-        Exception: What ``initialize`` raises; all ranks raise.
+        Exception: Whatever ``initialize`` raises; all ranks raise.
     """
     walk = _Walk(model, initialize or _reset_parameters)
     if not walk.fresh_modules:
         return model
-    # Ranks that differ would gather apart within the walk, and hang: they raise before it.
+    # Ranks with different models would issue different gathers in the walk, and hang: raise first.
     for group in walk.process_groups:
         require_equal(
             walk.fingerprint(),
@@ -124,8 +125,8 @@ def _reset_parameters(module: nn.Module) -> None:
 def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
     reset = getattr(module, "reset_parameters", None)
     own = (*module._parameters.values(), *module._buffers.values())
-    # As torch's MultiheadAttention has it. Its Transformer, without tensors of its own, would draw
-    # those of all layers anew.
+    # torch's MultiheadAttention has this name. Its Transformer has it too, without tensors of its
+    # own, and would draw those of all layers anew.
     if reset is None and any(tensor is not None for tensor in own):
         reset = getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
@@ -138,11 +139,11 @@ class _Managed:
     Attributes:
         name: FQN within the model.
         record: The parameter.
-        group: Its group.
-        had_values: Whether it had values before the walk, which it keeps.
-        has_rows: Whether the main weight has values, if only of a first visit.
+        group: Its parameter group.
+        had_values: Whether it had values before the walk; it keeps them.
+        has_rows: Whether the main weight has values, possibly only from an earlier visit.
         storage: Memory of the full tensor while it is shown.
-        full: The parameter over it.
+        full: The full parameter over ``storage``.
         is_filled: Whether it had values before the walk, or the last visit left no NaN.
     """
 
@@ -156,8 +157,8 @@ class _Managed:
     is_filled: bool = False
 
     def open(self) -> None:
-        """Show a full tensor: the rows of all ranks, or NaN (local) where there are none."""
-        # In the dtype that the user gave, in which an unsharded model would draw.
+        """Show a full tensor: gather the rows of all ranks, or fill it with NaN without values."""
+        # Use the dtype that the user gave: an unsharded model would draw in it.
         record, sharded = self.record, self.record.sharded
         self.storage = FlatStorage(
             record.shape.numel(),
@@ -170,15 +171,15 @@ class _Managed:
         if self.has_rows:
             full.copy_(full_tensor(sharded.detach()))
         else:
-            # What an initialiser leaves out is found by the NaN in it.
+            # NaN left in it shows what an initialiser did not fill.
             poison(full)
-        # Initialisers may read what users wrote on the parameter.
+        # Initialisers may read attributes that users set on the parameter.
         self.full = nn.Parameter(full, requires_grad=sharded.requires_grad)
         copy_attributes(sharded, self.full)
         record.put(self.full)
 
     def take_replacement(self) -> None:
-        """Take over the values of a new object that an initialiser put in the place of ours."""
+        """Copy the values of a new parameter that an initialiser put in place of ours."""
         assert self.full is not None, "open() comes first"
         for reference, attribute in self.record.owners:
             module = reference()
@@ -191,7 +192,7 @@ class _Managed:
     def close(self) -> None:
         """Copy this rank's rows, free the full tensor, show the sharded parameter; local.
 
-        A parameter that had values before the walk has the same after it, whatever was written.
+        A parameter that had values before the walk keeps them, whatever was written.
         """
         assert self.full is not None, "open() comes first"
         if not self.had_values:
@@ -206,7 +207,7 @@ class _Managed:
         self.discard()
 
     def discard(self) -> None:
-        """Free the full tensor, whatever is in it, and show the sharded parameter."""
+        """Free the full tensor without copying it, and show the sharded parameter."""
         self.record.put(self.record.sharded)
         self.full = self.storage = None
 
@@ -226,13 +227,13 @@ class _Walk:
         self._made: dict[int, torch.Tensor] = {}
         # Copies of plain tensors that had values before the walk.
         self._saved: dict[PlainTensor, torch.Tensor] = {}
-        # Parameters in full: those of the unit that the walk is in.
+        # Parameters that are shown in full, of the unit that the walk is in.
         self._open: list[_Managed] = []
         self._unit: FSDPUnit | None = None
         self._error: Exception | None = None
 
     def _find_managed(self) -> dict[int, list[_Managed]]:
-        """Return the units' parameters by the id of each owner."""
+        """Return the units' parameters by the ids of the modules that own them."""
         # A unit of several modules may own parameters outside of the model.
         names = {id(p): name for name, p in self.model.named_parameters()}
         found: dict[int, list[_Managed]] = {}
@@ -263,20 +264,20 @@ class _Walk:
         return found
 
     def _find_fresh_modules(self) -> set[int]:
-        """Return the ids of modules that have a tensor of their own without values."""
+        """Return the ids of modules that own a tensor without values."""
         managed = self.managed.items()
         fresh = {owner for owner, items in managed if not all(m.has_rows for m in items)}
         return fresh | set(self.plain)
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the ranks of each mesh below the model, with those of its model axis."""
+        """Return one group for each mesh below the model, including the ranks of its model axis."""
         groups = [group for unit in self.units.values() for group in unit.groups]
         return list(dict.fromkeys(group.axes.everyone for group in groups))
 
     def fingerprint(self) -> str:
-        """Return what ranks must have in common for the walk to be the same."""
-        # With which parameters have values: that decides what is visited and gathered.
+        """Return a text that must be equal on all ranks for their walks to be the same."""
+        # It includes which parameters have values: they decide what is visited and gathered.
         parameters = [
             (name, group.fingerprint(), [p.is_initialized for p in group.parameters])
             for name, unit in self.units.items()
@@ -293,7 +294,7 @@ class _Walk:
             finally:
                 for managed in self._open:
                     managed.discard()
-                # An initialiser may have drawn anew what had values.
+                # An initialiser may have overwritten tensors that had values.
                 for item, values in self._saved.items():
                     item.restore(values)
         return self._error or self._unfilled()
@@ -306,15 +307,15 @@ class _Walk:
         part = list(_part_of_unit(module, unit))
         tensors = (t for m in part for t in [*m._parameters.values(), *m._buffers.values()])
         has_tensors = any(tensor is not None for tensor in tensors)
-        # A part with values throughout is not drawn again, and takes no random numbers.
+        # A part that had all its values is not drawn again, and uses up no random numbers.
         if has_tensors and not any(id(m) in self.fresh_modules for m in part):
             return
-        # One unit in full at a time: that bounds the memory.
+        # Only one unit is in full at a time, which bounds the memory.
         if unit is not self._unit:
             self._close_all()
             self._unit = unit
         self._prepare(module, part)
-        # A rank that has failed goes on walking: the others gather with it.
+        # A rank that has failed goes on walking, because the others still gather with it.
         if self._error is None:
             try:
                 self.initialize(module)
@@ -336,13 +337,13 @@ class _Walk:
             item.give_memory(self._made, self.device)
 
     def _close_all(self) -> None:
-        # Popped after: if closing raises, run() discards what is left.
+        # Pop after closing: if that raises, run() discards what is left.
         while self._open:
             self._open[-1].close()
             self._open.pop()
 
     def _unfilled(self) -> RuntimeError | None:
-        # A dict, for a tied parameter is listed under each of its owners.
+        # A dict drops duplicates: a tied parameter is listed under each of its owners.
         names = [m.name for m in dict.fromkeys(_flat(self.managed)) if not m.is_filled]
         names += [item.name for item in _flat(self.plain) if not item.is_filled()]
         if not names:
@@ -363,9 +364,9 @@ class _Walk:
             mark_initialized(unit.groups)
 
     def undo(self) -> None:
-        """Return what the walk made to the meta device, so that another walk begins afresh."""
-        # Rows in main weights may stay: their parameters are not marked as initialised. A parent's
-        # edit of a sharded one in the walk counts as a write, and must not.
+        """Move what the walk made back to the meta device, so that another walk starts afresh."""
+        # Rows in main weights may stay: their parameters are not marked as initialised. But a
+        # parent's edit of a sharded parameter in the walk counted as a write, so reset that mark.
         for managed in dict.fromkeys(_flat(self.managed)):
             if not managed.had_values:
                 mark_unwritten(managed.record.sharded, is_meta=True)
@@ -378,7 +379,7 @@ def _flat(lists: dict[int, list[T]]) -> Iterator[T]:
 
 
 def _part_of_unit(module: nn.Module, unit: FSDPUnit | None) -> Iterator[nn.Module]:
-    """Yield a module and those below it, without other units below it."""
+    """Yield a module and the modules below it that belong to the same unit."""
     yield module
     for child in module.children():
         if unit_of(child) in (None, unit):

@@ -1,9 +1,9 @@
-"""Names in a policy: which parameters they mean, in a unit and in a whole model.
+"""Match the names in a policy to parameters, in a unit and in a whole model.
 
 ``keep_fp32`` and ``keep_unquantized`` name parameters, modules above them, patterns of either, or
-classes of modules. A name counts within the module that is made a unit; ``fully_shard_model`` first
-translates names that count in the whole model to each unit's own. Names without effect are refused.
-What it means for a parameter to be named is decided elsewhere.
+classes of modules. A name is relative to the module that becomes a unit; ``fully_shard_model``
+first translates names relative to the whole model to each unit's own. Names without effect are
+refused. What happens to the named parameters is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def matching_names(fqn: str, owner: nn.Module, wanted: Sequence[str]) -> set[str
     """Return the names that match a parameter, a module above it, or its class.
 
     Args:
-        fqn: The parameter's name.
-        owner: The module that it is an attribute of.
+        fqn: The parameter's FQN.
+        owner: The module that has the parameter as an attribute.
         wanted: Names, or patterns (``fnmatch``) of names.
     """
     # Most policies name nothing, and this runs for each parameter of each unit.
@@ -46,14 +46,14 @@ class UnitNames:
 
     Args:
         field: ``"keep_fp32"`` or ``"keep_unquantized"``.
-        policy: The unit's.
+        policy: The unit's policy.
     """
 
     def __init__(self, field: str, policy: MixedPrecisionPolicy) -> None:
         self._field = field
         self._names: tuple[str, ...] = getattr(policy, field)
         self._applied: set[str] = set()
-        # A name that only parameters of inner units match would be without effect.
+        # A name that matches only parameters of inner units would have no effect.
         self._missed: dict[str, str] = {}
 
     def apply(self, fqn: str, owner: nn.Module) -> bool:
@@ -63,11 +63,11 @@ class UnitNames:
         return bool(matching)
 
     def miss(self, fqn: str, owner: nn.Module) -> None:
-        """Note a parameter of an inner unit, which has not what the names ask for."""
+        """Note a parameter of an inner unit whose group does not do what the names ask for."""
         self._missed |= dict.fromkeys(matching_names(fqn, owner, self._names), fqn)
 
     def check(self) -> None:
-        """Raise ValueError if only parameters of inner units have some name."""
+        """Raise ValueError if a name matches only parameters of inner units."""
         missed = {name: fqn for name, fqn in self._missed.items() if name not in self._applied}
         if missed:
             wanted, fqn = next(iter(missed.items()))
@@ -85,10 +85,10 @@ class UnitNames:
 def policies_by_module(
     model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy
 ) -> dict[nn.Module, MixedPrecisionPolicy]:
-    """Return the policies of a model and of units below it, names translated to each one's own.
+    """Return the policies of a model and of units below it, with names translated for each.
 
-    A name counts in the model and in each of the units. Outputs are cast once, the model's: a
-    layer of the model may have no unit of its own to cast what comes out of those below.
+    A name may be relative to the model or to any of the units. Only the model's outputs are cast: a
+    layer without a unit of its own would not cast the outputs of other units back to its dtype.
 
     Raises:
         ValueError: A name matches nothing.
@@ -110,7 +110,7 @@ def _matched_ids(
     model: nn.Module, units: Sequence[nn.Module], field: str, wanted: tuple[str, ...]
 ) -> set[int]:
     """Return the ids of the parameters that some name matches."""
-    # By id: the names of one parameter differ between the model and its units.
+    # Collect ids: the names of one parameter differ between the model and its units.
     idle, matched = set(wanted), set()
     for root in (model, *units):
         for fqn, owner, parameter in parameters_of(root):
@@ -132,7 +132,7 @@ def _matched_ids(
 
 
 def parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield name, owner and parameter, tied ones under each of their names."""
+    """Yield name, owner and parameter; a tied parameter under each of its names."""
     for prefix, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:

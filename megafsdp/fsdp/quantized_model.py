@@ -1,8 +1,8 @@
 """Quantize the parameters of a plain model, or of one that torch's ``fully_shard`` has sharded.
 
-``quantize_`` replaces what parameters are made of, and leaves the parameters, their meshes and
-their placements. It is checked from global shapes, before any rank changes or exchanges anything.
-Values are set by ``requantize_`` alone, on all ranks, or by FusedAdam. Models of megafsdp's own
+``quantize_`` replaces the tensors inside parameters, but keeps the parameters, their meshes and
+placements. All ranks check the same global shapes before they change or exchange anything.
+Afterwards only ``requantize_``, on all ranks, or FusedAdam set values. Models of megafsdp's own
 ``fully_shard`` keep fp32 parameters and take a recipe in their policy.
 """
 
@@ -52,9 +52,12 @@ _VALUES = "the values of megafsdp.requantize_()"
 
 @runtime_checkable
 class _Declares(Protocol):
-    """A layer of megafsdp.parallel: torch's ``fully_shard`` drops what it wrote on parameters."""
+    """A layer of megafsdp.parallel, which keeps its declarations itself.
 
-    # By name alone: this room does not import the layers.
+    torch's ``fully_shard`` drops the annotations that the layer wrote on its parameters.
+    """
+
+    # Recognised by attribute names: this package does not import the layers.
     declarations: Mapping[str, ParameterAnnotation]
     weight_mesh: DeviceMesh | None
 
@@ -67,7 +70,7 @@ class _Found:
         name: Its FQN.
         parameter: The parameter.
         cut: How torch has cut it; None if it has not.
-        weight_mesh: Ranks that its layer asks to combine maxima over.
+        weight_mesh: Ranks over which its layer asks to combine maxima.
     """
 
     name: str
@@ -77,12 +80,12 @@ class _Found:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape that this rank's data axis divides."""
+        """Return the shape that the data axis divides: this rank's part on the model axes."""
         return tuple(local_object(self.parameter).shape) if self.cut is None else self.cut.shape
 
     @property
     def chunk(self) -> int:
-        """Return how much of dimension 0 each rank but the last ones has."""
+        """Return the length of dimension 0 on each rank; only the last ranks may have less."""
         return -(-self.shape[0] // (1 if self.cut is None else self.cut.num_ranks))
 
 
@@ -93,14 +96,14 @@ def quantize_(
 ) -> nn.Module:
     """Quantize the weights of a model's linear layers in place.
 
-    Those are weights of ``nn.Linear``, and what layers of ``megafsdp.parallel`` declare, whose
-    shape the recipe's format takes. Call it after torch's ``fully_shard`` if that is used, and
-    before the first forward. The values in fp32 are kept as main weights, which
-    :class:`~megafsdp.FusedAdam` steps: other optimizers raise. Collective: one all-reduce over the
-    ranks that divide parameters, if the format has scales that they share.
+    These are the weights of ``nn.Linear`` and those that layers of ``megafsdp.parallel`` declare,
+    if the recipe's format takes their shape. Call it after torch's ``fully_shard`` if that is used,
+    and before the first forward. The fp32 values are kept as main weights, which
+    :class:`~megafsdp.FusedAdam` steps: other optimizers raise. Collective if the format has scales
+    that the ranks dividing a parameter share: one all-reduce over these ranks.
 
     Args:
-        model: A plain module on its device, or one of torch's ``fully_shard``.
+        model: A plain module on its device, or one that torch's ``fully_shard`` has sharded.
         recipe: A name of ``RECIPE_NAMES``, or a recipe.
         keep_unquantized: FQNs of parameters or of modules above them, patterns (``fnmatch``) of
             either, or classes of modules, that stay as they are.
@@ -110,7 +113,7 @@ def quantize_(
 
     Raises:
         ValueError: There is no such recipe, a name matches nothing, no weight can be quantized, or
-            ranks would have parts of a tile or no rows; on all ranks, before anything is changed.
+            a rank would have part of a tile or no rows; on all ranks, before anything is changed.
         RuntimeError: The model is quantized already, has run its first forward, is sharded by
             megafsdp, or other code refers to its parameters, such as DistributedDataParallel.
     """
@@ -129,12 +132,12 @@ def quantize_(
                 f"{recipe.weight.multiple}",
             )
         )
-    # All of them before the first is changed, and from what all ranks know: none is left waiting.
+    # Check all before the first is changed, by what all ranks know: no rank is left waiting.
     for each in found:
         _check_cut(each, recipe)
     _check_references(found)
     _quantize(found, recipe)
-    # The first step of another optimizer is refused there, before its moments change.
+    # The hooks refuse the first step of another optimizer, before its moments change.
     watch_optimizer_steps()
     check_before_torch_shards(_refuse_quantized)
     return model
@@ -144,18 +147,18 @@ def quantize_(
 def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = None) -> None:
     """Set the values of quantized parameters: main weights, scales and codes.
 
-    Collective as :func:`quantize_`, on all ranks with the same names. An optimizer goes on from
-    these values with the moments that it has.
+    Collective as :func:`quantize_`; all ranks give the same names. An optimizer continues from
+    these values with its present moments.
 
     Args:
         model: A model that was given to :func:`quantize_`.
-        values: By FQN, of any floating-point dtype: DTensors like the parameters, or plain tensors
-            of the whole where no model axis cuts them. Parameters that are left out are quantized
-            anew from their main weights, as all are without values: after these were edited.
+        values: Tensors by FQN, of any floating-point dtype: DTensors like the parameters, or full
+            plain tensors of parameters that no model axis cuts. The other parameters (without
+            ``values``, all) are quantized anew from their main weights, which may have been edited.
 
     Raises:
         ValueError: A name is not of a quantized parameter, or a tensor has another shape or
-            placement, or no floating-point dtype; nothing is changed.
+            placement, or a dtype that is not floating-point; nothing is changed.
     """
     parameters = quantized_parameters(model)
     shards = {name: s for name, p in parameters.items() if (s := shard_of(p)) is not None}
@@ -175,15 +178,15 @@ def requantize_(model: nn.Module, values: Mapping[str, torch.Tensor] | None = No
                 )
             )
         rows[name] = _own_rows(name, parameters[name], given)
-    # Only now, after every tensor was checked. The writes are counted, so that the values are seen
-    # as newer than codes that were loaded before.
+    # Write only now, after every tensor was checked. The writes are counted, so that the values
+    # are known to be newer than codes that were loaded before.
     for name, own in rows.items():
         require_main_weight(shards[name]).values.copy_(own)
     encode_main_weights(list(shards.values()))
 
 
 def _own_rows(name: str, parameter: nn.Parameter, given: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of values for a parameter; refuse by what all ranks know."""
+    """Return this rank's rows of values for a parameter; all ranks refuse alike."""
     own = local_object(parameter)
     is_cut = isinstance(parameter, DTensor)
     if not given.is_floating_point():
@@ -203,7 +206,7 @@ def _own_rows(name: str, parameter: nn.Parameter, given: torch.Tensor) -> torch.
         placed = isinstance(parameter, DTensor) and [cut_dim(p) for p in parameter.placements]
         if not placed:
             return given
-        # Replicas first, then rows of one axis: no model axis.
+        # Replicas, then one axis that cuts rows: there is no model axis.
         if placed[-1] == 0 and all(dim is None for dim in placed[:-1]):
             assert isinstance(own, QuantizedShard), "the parameter is quantized"
             first = require_main_weight(own).first_row
@@ -227,7 +230,7 @@ def _check_model(model: nn.Module, cuts: Mapping[nn.Parameter, TorchShard]) -> N
     elif quantized:
         what, got = "a model that is not quantized", f"'{next(iter(quantized))}', which is"
         hint = "Set values by megafsdp.requantize_(model, values)"
-    # torch keeps what it gathered first: the class of a compute weight cannot change later.
+    # torch keeps the tensor that it gathered first, so its class cannot change later.
     elif any(cut.has_begun for cut in cuts.values()):
         what, got = "a call before the first forward", "a model whose forward has run"
         hint = "Call quantize_() right after fully_shard()"
@@ -237,7 +240,7 @@ def _check_model(model: nn.Module, cuts: Mapping[nn.Parameter, TorchShard]) -> N
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield FQN, owner, attribute and parameter, tied ones under each of their names."""
+    """Yield FQN, owner, attribute and parameter; a tied parameter under each of its names."""
     for path, module in model.named_modules(remove_duplicate=True):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield f"{path}.{attribute}".lstrip("."), module, attribute, parameter
@@ -257,7 +260,7 @@ def _eligible(
     keep: tuple[str, ...],
     cuts: Mapping[nn.Parameter, TorchShard],
 ) -> Iterator[_Found]:
-    """Yield what the recipe quantizes, each parameter once.
+    """Yield the parameters that the recipe quantizes, each once.
 
     Raises:
         ValueError: A name of ``keep`` matches nothing.
@@ -267,7 +270,7 @@ def _eligible(
     for name, module, attribute, parameter in _owners(model):
         matching = matching_names(name, module, keep)
         idle -= matching
-        # Of a tied weight every owner counts: an embedding reads rows of it.
+        # Every owner of a tied weight counts: an embedding reads rows of it.
         if matching or not _is_linear_weight(module, attribute, parameter):
             kept.add(id(parameter))
         names.setdefault(parameter, name)
@@ -280,7 +283,7 @@ def _eligible(
                 hint=f"Names are FQNs, such as '{next(iter(names.values()), '')}', or patterns",
             )
         )
-    # In the order of the module tree, which ranks share, as maxima are combined in it.
+    # Keep the order of the module tree, which ranks share: maxima are combined in this order.
     meshes = _weight_meshes(model)
     for parameter, name in names.items():
         each = _Found(name, parameter, cuts.get(parameter), meshes.get(id(parameter)))
@@ -297,16 +300,16 @@ def _is_linear_weight(module: nn.Module, attribute: str, parameter: nn.Parameter
 
 
 def _check_cut(each: _Found, recipe: QuantizationRecipe) -> None:
-    """Check from what all ranks know that each has whole tiles of a parameter.
+    """Check, from what all ranks know, that each rank has whole tiles of a parameter.
 
     Raises:
-        ValueError: It has not, or is of a dtype or on a device that cannot be quantized.
+        ValueError: A rank has not, or the parameter's dtype or device cannot be quantized.
     """
     form, cut, shape = recipe.weight, each.cut, each.shape
     num_ranks = 1 if cut is None else cut.num_ranks
     multiple = form.cut_multiple(shape)
     assert multiple is not None, "rows can be cut"
-    # Without scales of their own, rows may be few: but each rank needs some to learn the scale.
+    # If the ranks share a scale, any number of rows will do, but each rank needs some to learn it.
     has_own_scales = len(shape) == 3 or form.tile is not None
     what = hint = ""
     if each.parameter.dtype not in SOURCE_DTYPES or each.parameter.is_meta:
@@ -334,7 +337,7 @@ def _check_cut(each: _Found, recipe: QuantizationRecipe) -> None:
 
 
 def _check_references(found: Sequence[_Found]) -> None:
-    """Check that plain parameters can be replaced, of which no collective knows."""
+    """Check that plain parameters can be replaced: no other code may refer to them."""
     plain = [each for each in found if not isinstance(each.parameter, DTensor)]
     name = next((each.name for each in plain if not is_replaceable(each.parameter)), None)
     if name is not None:
@@ -350,7 +353,7 @@ def _check_references(found: Sequence[_Found]) -> None:
 
 
 def _has_all_ranks(each: _Found) -> bool:
-    """Return whether ranks that read a scale of their own agree on it."""
+    """Return whether the weight_mesh, if given, has all ranks that divide the parameter."""
     if each.weight_mesh is None or each.cut is None or each.cut.num_ranks == 1:
         return True
     assert each.cut.group is not None, "several ranks are a group"
@@ -369,30 +372,31 @@ def _hint_of_rows(form: WeightFormat, shape: tuple[int, ...]) -> str:
 
 
 def _main_weight(each: _Found, recipe: QuantizationRecipe, values: torch.Tensor) -> MainWeight:
-    """Return where the rows of a parameter lie, and who has others under its scales."""
+    """Return the main weight of a parameter: its rows, their place, and the ranks of its scales."""
     form, is_stack = recipe.weight, len(each.shape) == 3
     is_shared = form.has_shared_scale(each.shape)
     groups: list[dist.ProcessGroup] = []
-    # Replicas have the same values, hence the same maxima: no axis of theirs is asked.
+    # Replicas have the same values, hence the same maxima: they need not combine them.
     if is_shared and each.weight_mesh is not None:
         if each.weight_mesh.size() > 1:
             groups.append(each.weight_mesh.get_group())
     elif is_shared or form.is_per_tensor:
         if not is_stack:
             groups += _data_groups(each)
-        # Of a stack's matrices an axis may cut rows or columns, if not give whole ones.
+        # Axes may cut rows or columns of a stack's matrices; one that cuts dim 0 leaves them whole.
         groups += [
             axis.group
             for axis in _model_axes(each)
             if axis.dim is not None and not (is_stack and axis.dim == 0)
         ]
-    # Inputs and gradients of replicas differ, and all go on from one checkpoint.
+    # Inputs and gradients of replicas differ, yet all must continue from one checkpoint: combine
+    # their histories.
     everyone = [*_data_groups(each), *_replicas(each), *(a.group for a in _model_axes(each))]
     recorded = everyone if recipe.history and recipe.input is not None else []
     first = 0 if each.cut is None else each.cut.rank * each.chunk
     shape, offset = each.shape, first
     if not is_shared:
-        # Tiles and matrices that are a rank's own make a grid by themselves.
+        # A rank's own tiles or matrices form a grid by themselves.
         shape, offset = tuple(values.shape), 0
     elif not form.is_per_tensor:
         shape, offset = _joined_parts(each, first)
@@ -407,12 +411,12 @@ def _main_weight(each: _Found, recipe: QuantizationRecipe, values: torch.Tensor)
 
 
 def _joined_parts(each: _Found, first: int) -> tuple[tuple[int, ...], int]:
-    """Return a shape with the parts of a matrix one below the other, and a row of this part in it.
+    """Return the shape of all parts of a matrix stacked as rows, and this rank's first row in it.
 
-    The tiles of all parts are then tiles of one matrix, whichever dimension model axes cut.
+    The tiles of all parts are then tiles of one matrix, whichever dimension the model axes cut.
     """
     rows, cols = each.shape
-    # Axes in their order, the last one fastest, on all ranks alike.
+    # Number the parts alike on all ranks: the last axis varies fastest.
     num_parts, part = 1, 0
     for axis in _model_axes(each):
         if axis.dim is not None:
@@ -423,11 +427,11 @@ def _joined_parts(each: _Found, first: int) -> tuple[tuple[int, ...], int]:
 def _scale_shape(
     each: _Found, form: WeightFormat, groups: Sequence[dist.ProcessGroup]
 ) -> tuple[int, ...]:
-    """Return the shape of the matrix that has one scale: with parts whose maxima are combined."""
+    """Return the shape that shares one scale, including the parts whose maxima are combined."""
     if not form.has_shared_scale(each.shape):
         return ()
     shape = list(each.shape)
-    # A layer's weight_mesh may leave an axis out, whose parts then have scales of their own.
+    # A layer's weight_mesh may leave out an axis; parts along it then have scales of their own.
     for axis in _model_axes(each):
         if axis.dim is not None and not list(_not_combined([axis.group], groups)):
             shape[axis.dim] *= axis.size
@@ -439,10 +443,10 @@ class _ModelAxis:
     """A model axis of several ranks, on which a parameter lies.
 
     Attributes:
-        group: Its ranks.
-        size: How many there are.
-        rank: This one's number.
-        dim: The dimension of the parameter that it cuts; None where all ranks have the same.
+        group: The process group of the axis.
+        size: The number of its ranks.
+        rank: This rank's number on it.
+        dim: The dimension of the parameter that it cuts; None if all ranks have the same values.
     """
 
     group: dist.ProcessGroup
@@ -483,8 +487,8 @@ def _replicas(each: _Found) -> list[dist.ProcessGroup]:
 def _not_combined(
     wanted: Sequence[dist.ProcessGroup], groups: Sequence[dist.ProcessGroup]
 ) -> Iterator[dist.ProcessGroup]:
-    """Yield the groups whose ranks are not all in one over which maxima are combined anyway."""
-    # By ranks: a flattened mesh has a group of its own for those of several axes.
+    """Yield the wanted groups that lie in none of the groups that already combine maxima."""
+    # Compare ranks: a flattened mesh has its own group for the ranks of several axes.
     combined = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group in wanted:
         ranks = set(dist.get_process_group_ranks(group))
@@ -492,15 +496,15 @@ def _not_combined(
             yield group
 
 
-# Parameters count writes, which tensors made in inference mode do not.
+# Tensors made in inference mode do not count writes, but parameters must.
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
-    """Encode all parameters over new buffers, then put these in their place; collective."""
+    """Encode all parameters into new buffers, then put these in their place; collective."""
     shards = []
     for each in found:
         rows = local_object(each.parameter).detach()
-        # A copy: torch frees its padded shard at the first forward, which a view would keep.
+        # Copy: a view would keep alive the padded shard that torch frees at the first forward.
         values = rows.to(torch.float32, copy=True).contiguous()
         state = None
         if recipe.history:
@@ -518,7 +522,7 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
             scale_shape=_scale_shape(each, recipe.weight, main.groups),
         )
         shards.append(shard)
-    # Over new buffers: a collective that fails leaves the model as it was.
+    # The buffers are new, so a collective that fails leaves the model as it was.
     encode_main_weights(shards, has_recorded=False)
     for each, shard in zip(found, shards, strict=True):
         # torch looks for gather hooks again at the first forward.
@@ -529,7 +533,7 @@ def _quantize(found: list[_Found], recipe: QuantizationRecipe) -> None:
 
 
 def _refuse_quantized(module: nn.Module) -> None:
-    """Raise where torch would shard quantized parameters, whose fp32 values it would lose."""
+    """Raise if torch is to shard quantized parameters: it would lose their fp32 values."""
     name = next(iter(quantized_parameters(module)), None)
     if name is not None:
         raise RuntimeError(

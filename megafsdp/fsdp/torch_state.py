@@ -1,10 +1,11 @@
-"""What other code asks of a module of FSDP2, answered for our units.
+"""The FSDP2 state of a module that other code reads, provided for our units.
 
-``torch.distributed.pipelining`` reduces gradients through the state behind it after a step's last
-microbatch, and torch's ``register_fsdp_forward_method`` gathers through it. The names are torch's,
-as read by 2.11 to 2.14; what is not here is refused by name. No other code of megafsdp uses it.
+``torch.distributed.pipelining`` reduces gradients through this state after a step's last
+microbatch, and torch's ``register_fsdp_forward_method`` gathers through it. The names are those
+that torch 2.11 to 2.14 read; any other is refused by name. No other code of megafsdp uses it.
 
-transformers asks for a mark on modules: its models then run as often on each rank, as gathers need.
+transformers looks for a mark on modules: its models then run equally often on all ranks, which
+gathers need.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def refuse_split_backward(module: nn.Module, schedule: str) -> None:
     """Raise if a pipeline that splits backward has a unit below the module of a stage.
 
     Raises:
-        NotImplementedError: It has.
+        NotImplementedError: It has such a unit.
     """
     units = units_below([module])
     if units:
@@ -31,7 +32,8 @@ def refuse_split_backward(module: nn.Module, schedule: str) -> None:
 
 
 def _split_backward(got: str) -> NotImplementedError:
-    # Weights are looked for in the graph between forward and backward, where ours are sharded.
+    # Split backwards look for weights in the graph between forward and backward; ours are sharded
+    # then.
     return NotImplementedError(
         expected(
             "a pipeline whose stages run the backward of inputs and weights at once",
@@ -44,10 +46,10 @@ def _split_backward(got: str) -> NotImplementedError:
 
 
 def mark_managed(modules: Iterable[nn.Module], is_managed: bool = True) -> None:
-    """Mark modules and all below them as gathered around their forwards, as torch does, or not."""
+    """Set or clear torch's mark that forwards of modules, and of all below them, gather."""
     for module in modules:
         for each in module.modules():
-            # What dynamo reads beside the first: parameters are the modules' own, in no flat one.
+            # dynamo also reads this second mark: modules keep their own parameters, not a flat one.
             each._is_fsdp_managed_module = is_managed  # type: ignore[assignment]
             each._fsdp_use_orig_params = is_managed  # type: ignore[assignment]
 
@@ -59,17 +61,18 @@ class TorchState:
         module: A module given to ``fully_shard``.
     """
 
-    # An attribute that torch would set here has no effect on a unit, so none can be set.
+    # Slots keep torch from setting an attribute here, which would have no effect on a unit.
     __slots__ = ("_is_part", "_module")
 
-    # Pipelining ends the backward of each of these, and then calls the root's callback, which here
-    # ends that of all units.
+    # Pipelining ends the backward of each state in this list, then calls the root's callback. Ours
+    # ends the backward of all units, so the list is empty.
     all_states: tuple[TorchState, ...] = ()
 
     def __init__(self, module: nn.Module) -> None:
-        # The module owns its state.
+        # The module owns its state: a strong reference would be a cycle.
         self._module = weakref.ref(module)
-        # Whether a method was called within the module's forward; torch asks for a state each time.
+        # Whether a method was called within the module's forward. One flag is enough: torch asks
+        # for a new state at each call.
         self._is_part = False
 
     def _unit(self) -> FSDPUnit:
@@ -85,7 +88,8 @@ class TorchState:
     def _root_post_backward_final_callback(self) -> None:
         context = self._unit().require_context()
         groups = [group for group in context.groups if group.is_trainable]
-        # Also where a schedule was not known to split it: no gradient may be lost in silence.
+        # Raise also for a schedule that was not known to split backward: no gradient may be lost
+        # silently.
         if (
             context.has_unfinished_backward
             and groups
@@ -108,7 +112,7 @@ class TorchState:
         return unit.end_part(output) if self._is_part else unit._post_forward(module, args, output)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what torch's code reads of its own units and ours do not have."""
+        """Refuse attributes that torch's code reads from its own units and that ours lack."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotImplementedError(

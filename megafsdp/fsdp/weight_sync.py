@@ -2,12 +2,12 @@
 
 After a step of any ``torch.optim.Optimizer`` a hook marks the groups of its parameters as stale,
 with or without a gradient on this rank, so no optimizer needs an adapter. Before the step another
-hook refuses parameters that ``fully_shard`` has replaced. Both are process-wide, for torch has no
-other hook that every optimizer runs. The first ``fully_shard`` registers them. They cache the
-groups of each optimizer, and return at once for one that has no parameter of ours.
+hook refuses parameters that ``fully_shard`` has replaced. Both are process-wide, because torch has
+no other hook that every optimizer runs. The first ``fully_shard`` registers them. They cache the
+groups of each optimizer, and return at once for an optimizer without sharded parameters.
 
-Only marks are made here. The next unshard of a group refreshes its compute weight, or a save of the
-histories that its scales are made from.
+Only marks are made here. The next unshard of a group refreshes its compute weight, or a save does
+if it stores the histories that the scales are made from.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.torch_private import local_of, write_full_states_by
 from megafsdp.quantize.tensor import QuantizedTensor
 
-# Of torch, and their subclasses: they mix gradients into moments of the weights' dtype.
+# torch's optimizers that mix gradients into moments of the weights' dtype; subclasses count too.
 _OF_ONE_DTYPE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 
 _before_loads: list[Callable[[], object]] = []
@@ -50,22 +50,22 @@ _before_loads: list[Callable[[], object]] = []
 class SelfMarkingOptimizer(Protocol):
     """An optimizer whose step marks the groups that it changes.
 
-    Such a step may fill the cast of a main weight too, by ``start_encoding`` of
-    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`. A second mark would drop it. It
-    refuses what :func:`fully_shard_optimizer` refuses, before anything is stepped.
+    Its step may also write the cast of a main weight, by ``start_encoding`` of
+    :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight`; a second mark would drop that
+    cast. Before it steps anything, it refuses what :func:`fully_shard_optimizer` refuses.
     """
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
-        """Mark those of the optimizer's groups that a step has changed and not marked."""
+        """Mark the groups that the optimizer's step has changed but not marked yet."""
 
 
 @runtime_checkable
 class StepsQuantized(Protocol):
-    """An optimizer that may step main weights of quantized parameters, and makes codes of them."""
+    """An optimizer that can step the main weights of quantized parameters and encode them."""
 
     @property
     def steps_quantized_parameters(self) -> bool:
-        """Return whether it does so, as it was built."""
+        """Return whether this instance was built to do so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class _OptimizerRecord:
     """The parameters that an optimizer had at its last step.
 
     Attributes:
-        ids: Their ids. References would keep an optimizer alive that hooks of its parameters call.
-            None of these ids becomes one of a sharded parameter: those are all alive by then.
+        ids: Their ids. References to parameters would keep an optimizer alive if their hooks call
+            it. No new sharded parameter can reuse one of these ids: all of them exist by then.
         groups: The groups of the sharded ones, each once.
     """
 
@@ -88,12 +88,12 @@ class _StepHooks:
     def __init__(self) -> None:
         self._records: weakref.WeakKeyDictionary[Optimizer, _OptimizerRecord]
         self._records = weakref.WeakKeyDictionary()
-        # What torch.compile did around the steps under way.
+        # The tracer of torch.compile, to be restored after the steps under way.
         self._tracers: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
         self._is_registered = False
 
     def watch(self) -> None:
-        """Register the hooks, once; look at all optimizers again at their next step."""
+        """Register the hooks once, and check all optimizers again at their next step."""
         # An optimizer that was seen before may have parameters that fully_shard() has replaced.
         self._records.clear()
         if not self._is_registered:
@@ -107,8 +107,8 @@ class _StepHooks:
         end_graph(_why_graphs_end)
         tracer = set_tracer(None)
         if self._record_of(optimizer).groups:
-            # They alias flat buffers, which torch.compile cannot express. After an exception the
-            # call of the outermost compiled function sets what it began with.
+            # Sharded parameters alias flat buffers, which torch.compile cannot express. After an
+            # exception the outermost compiled call restores the tracer that it began with.
             self._tracers[optimizer] = tracer
         else:
             set_tracer(tracer)
@@ -121,16 +121,16 @@ class _StepHooks:
         set_tracer(self._tracers.pop(optimizer, tracer))
 
     def _mark_stepped(self, optimizer: Optimizer) -> None:
-        # Looked up again: a closure may have changed the optimizer's parameters.
+        # Look the groups up again: a closure may have changed the optimizer's parameters.
         references = self._record_of(optimizer).groups
         if not references:
             return
         groups = [group for group in (reference() for reference in references) if group is not None]
         if isinstance(optimizer, SelfMarkingOptimizer):
-            # It may have skipped the step, or have written casts that a mark would drop.
+            # The optimizer may have skipped the step, or written casts that a mark would drop.
             optimizer.mark_stepped(groups)
             return
-        # Those without a gradient here too: a refresh may be a collective of all ranks.
+        # Mark groups without a gradient on this rank too: a refresh may be a collective.
         for group in groups:
             group.mark_stale(is_step=True)
 
@@ -139,8 +139,8 @@ class _StepHooks:
 
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced.
-            NotImplementedError: The optimizer cannot step unevenly sharded parameters, or with
-                gradients of their dtype.
+            NotImplementedError: The optimizer cannot step unevenly sharded parameters, or cannot
+                take the dtype of their gradients.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ids = tuple(map(id, parameters))
@@ -152,7 +152,7 @@ class _StepHooks:
                 fully_shard_optimizer(optimizer)
                 _refuse_optimizer(optimizer, parameters)
                 _refuse_grads(optimizer)
-            # A dict, for an order that all ranks share.
+            # A dict keeps the order, which all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
             self._records[optimizer] = record
@@ -160,7 +160,7 @@ class _StepHooks:
 
 
 def _refuse_quantized(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise before a step that would write to codes, or round each update to them."""
+    """Raise before a step that would write to codes, or round each update to codes."""
     if isinstance(optimizer, StepsQuantized) and optimizer.steps_quantized_parameters:
         return
     shard = next((found for p in parameters if (found := shard_of(p)) is not None), None)
@@ -177,7 +177,7 @@ def _refuse_quantized(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) 
 
 
 def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise before the first step of an optimizer that fails within one, with part of it done."""
+    """Raise before the first step of an optimizer that would fail in the middle of a step."""
     cure = cure_of_optimizer(type(optimizer))
     shape = next((tuple(p.shape) for p in parameters if isinstance(p, UnevenDTensor)), None)
     if cure is not None and shape is not None:
@@ -192,7 +192,7 @@ def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) 
 
 
 def _refuse_grads(optimizer: Optimizer) -> None:
-    """Raise before the first step of an optimizer that fails within one over these gradients."""
+    """Raise before the first step of an optimizer that would fail over gradients of their dtype."""
     for group in optimizer.param_groups:
         if not isinstance(optimizer, _OF_ONE_DTYPE) and not group.get("fused"):
             continue
@@ -237,9 +237,9 @@ def watch_optimizer_steps() -> None:
 
 
 def _write_from_full(tensor: DTensor, full: torch.Tensor) -> bool:
-    """Take the own rows of a full tensor that torch's setters of states give.
+    """Copy this rank's rows of a full tensor that torch's state-dict setters give.
 
-    Local, but for quantized parameters, whose scales ranks may share.
+    Local, except for quantized parameters, whose scales ranks may share.
     """
     if tensor.ndim == 0:
         wait_before_load()
@@ -257,7 +257,7 @@ def register_before_load(wait: Callable[[], object]) -> None:
     """Register a function to call before loads of main weights other than ``load_state_dict``.
 
     Args:
-        wait: Returns when main weights may be written.
+        wait: A function that returns once main weights may be written.
     """
     _before_loads.append(wait)
 
@@ -274,14 +274,15 @@ def mark_main_weights_changed(
     """Mark main weights below a module as edited in place; called on all ranks alike.
 
     Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
-    sharded parameters are noticed. Needed after writes to ``.local`` or ``to_local()``, which ranks
-    without rows do not make, and after writes to ``no_shard`` parameters that are on the host or
-    whose compute weights have another dtype, of which torch does not count all. Under delayed
-    scaling, histories of weights with another maximum begin anew.
+    sharded parameters are noticed. Call it after writes to ``.local`` or ``to_local()``, because
+    ranks without rows make none. Call it also after writes to ``no_shard`` parameters that are on
+    the host or whose compute weights have another dtype: torch does not count all of these. Under
+    delayed scaling, the history of a weight whose maximum has changed begins anew.
 
     Args:
         module: A module with units below it.
-        parameters: Those that have values, if they came on the meta device; None means all.
+        parameters: The parameters that have values now, if they came on the meta device; None
+            means all.
     """
     # Read once for each unit: it may be an iterator.
     given = None if parameters is None else list(parameters)
@@ -293,8 +294,8 @@ def mark_main_weights_changed(
 def roll_histories(module: nn.Module) -> None:
     """Roll the histories of delayed scaling that the next forward would roll; collective.
 
-    One all-reduce of maxima if main weights have changed since the last roll. Nothing happens where
-    something has no values yet.
+    It takes one all-reduce of maxima if main weights have changed since the last roll. Nothing
+    happens while a parameter has no values yet.
 
     Args:
         module: A module with units below it, at rest.
@@ -304,7 +305,7 @@ def roll_histories(module: nn.Module) -> None:
     if not all(parameter.is_initialized for group in groups for parameter in group.parameters):
         return
     if any(group.has_history for group in groups):
-        # The outermost unit first, which adopts the others: each would else become a root.
+        # The outermost unit comes first and adopts the others, which would else become roots.
         for context in dict.fromkeys(unit.require_context() for unit in units):
             context.roll_histories()
 
@@ -317,7 +318,7 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: A parameter is the original that ``fully_shard`` has replaced.
-        RuntimeError: A parameter is a quantized one, which no step can write to.
+        RuntimeError: A parameter is a gathered quantized one, which no step can write to.
     """
     for index, param_group in enumerate(optimizer.param_groups):
         for parameter in param_group["params"]:
@@ -347,13 +348,14 @@ def fully_shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
 @contextlib.contextmanager
 def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Give optimizers the parameters that take the place of a module's while the context is open.
+    """Give optimizers the sharded parameters that replace a module's while the context is open.
 
-    For libraries that build optimizers before they shard. Groups and their options stay, and what
-    an optimizer has made for its first step, as Adagrad does, is cut like the parameters; local.
+    For libraries that build optimizers before they shard. Param groups and their options stay.
+    States that an optimizer made before its first step, as Adagrad does, are cut like the
+    parameters; local.
 
     Args:
-        module: What is given to ``fully_shard`` inside.
+        module: The module that is given to ``fully_shard`` inside the context.
         optimizers: Optimizers of its parameters, or of some of them.
 
     Raises:
@@ -387,7 +389,7 @@ def optimizers_follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Ite
 
 @torch.no_grad()
 def _cut_like(parameter: torch.Tensor, value: object) -> object:
-    """Return a state as the optimizer of a sharded parameter has it."""
+    """Return an optimizer state in the form that it has for a sharded parameter."""
     if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)):
         return value
     if value.shape != parameter.shape:
