@@ -1,10 +1,10 @@
 """Bytes and collectives of one training step on each rank, for ranks that need not exist.
 
 :func:`footprint_of` runs the third step of the real engine on meta devices
-(:mod:`megafsdp.fsdp.estimate.meta_engine`) and reads its ledger and its counters. With n groups
-that communicate, r of them in units whose storage is reserved for backward (the root and the last
-one by default), and m microbatches inside ``microbatch()`` (in a plain loop every reduction is made
-m times):
+(:mod:`megafsdp.fsdp.estimate.meta_engine`) and reads its ledger and its counters. The table has the
+collectives of a step for n groups that communicate, r of them in units that keep their storage for
+backward (the root and the last unit by default), and m microbatches inside ``microbatch()`` (in a
+plain loop every reduction is made m times):
 
 ==================  =================  ==============  =====================
 strategy            all-gather         reduce-scatter  all-reduce
@@ -18,8 +18,8 @@ outer optim         (2n - r)m, and n   nm, and n over
                     over the outer     the outer axis
 ==================  =================  ==============  =====================
 
-A unit with quantized weights has one group more. Their maxima are one all-reduce after the step,
-and one more for experts on a mesh of their own (:mod:`megafsdp.fsdp.runtime.agreement`).
+A unit with quantized weights has one more group. Their maxima take one all-reduce after the step,
+and another for experts on a mesh of their own (:mod:`megafsdp.fsdp.runtime.agreement`).
 
 Flat buffers and the full-size side of collectives are counted, for a model whose units run one
 after another inside the root. Activations, the backend's own buffers and the allocator's slack are
@@ -41,7 +41,7 @@ from megafsdp.fsdp.estimate.meta_engine import MetaEngine, PlannedUnit
 from megafsdp.fsdp.estimate.step_recorder import OPTIMIZER_STEP, Moment, StepRecorder
 from megafsdp.mesh.parallel_dims import DP_SHARD
 
-NEIGHBOURS = "neighbours"  # Ranks of the inner axis among which a unit's slices lie.
+NEIGHBOURS = "neighbours"  # Ranks of the inner axis that divide a unit between its uses.
 _NORM_NBYTES = 8  # One fp64 number.
 
 
@@ -53,7 +53,7 @@ class StepPlan:
         num_microbatches: Forwards and backwards before the optimizer's step.
         in_microbatch: Whether they run inside ``microbatch()``.
         num_states: Optimizer states of the main weight's shape, without gaps: 2 for Adam.
-        state_nbytes: Bytes of optimizer states on the rank that has most, in place of num_states.
+        state_nbytes: Bytes of optimizer states on the rank that has the most; replaces num_states.
         casts_from: Dtype of the main weights that the optimizer casts to the compute dtype as it
             steps, as FusedAdam does; None for none.
         measures_norm: Whether the norm of all gradients is taken.
@@ -84,15 +84,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a step costs each rank, once the first ones have recorded the order of units.
+    """What a step costs each rank, after the first steps have recorded the order of units.
 
     Attributes:
         resting: Bytes by category on the device between steps, gradients cleared. Optimizer state
-            is that of the rank that owns most rows; the others are equal on all ranks.
+            is that of the rank that owns the most rows; other categories are equal on all ranks.
         peak: Largest bytes by category during a step.
         peak_total: Largest sum over categories.
         traffic: Collectives of a step by (mesh axis, kind).
-        moments: What happens in a step, in order, of the first and the last microbatch.
+        moments: The events of a step, in order, in its first and last microbatch.
     """
 
     resting: dict[Category, int]
@@ -135,12 +135,12 @@ def _run_step(
     num_microbatches: int,
     recorder: StepRecorder | None = None,
 ) -> None:
-    """Run the microbatches of a step and what an optimizer does to the units."""
+    """Run the microbatches of a step, then do to the units what an optimizer's step does."""
     engine.recorder = recorder
     for index in range(num_microbatches):
         is_last = index == num_microbatches - 1
         if recorder is not None:
-            # Those between are like the first; there may be hundreds.
+            # Microbatches in between are like the first, and there may be hundreds.
             recorder.microbatch, recorder.is_recording = index, index == 0 or is_last
         engine.run_microbatch(is_last=not plan.in_microbatch or is_last)
         if recorder is not None:
@@ -153,7 +153,7 @@ def _run_step(
 def _traffic(
     engine: MetaEngine, record: CollectiveRecord, plan: StepPlan
 ) -> dict[tuple[str, str], Traffic]:
-    """Return collectives by (mesh axis, kind), with those that no unit issues."""
+    """Return collectives by (mesh axis, kind), including those that no unit issues."""
     axes = engine.axes
     calls: Counter[tuple[str, str]] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
@@ -168,7 +168,7 @@ def _traffic(
         axis = axes.data if any(group.axes.is_divided for group in sharded) else DP_SHARD
         extra.append((axes.with_tp(axis), _NORM_NBYTES))
     for axis, size in extra:
-        # One rank issues none.
+        # A single rank issues no collective.
         if axes.num_ranks(axis) == 1:
             continue
         calls[axis, "all_reduce"] += 1
@@ -188,10 +188,10 @@ def owned_numels(layout: FlatLayout) -> list[int]:
 
 
 def _most_owned_nbytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the main weights' bytes, without gaps, of the rank that owns most of them.
+    """Return the main weights' bytes, without gaps, on the rank that owns the most of them.
 
-    Experts may have fewer shards than other groups; rank 0 has the first shard of both, which are
-    the fullest ones, so their largest sums are added.
+    Experts may have fewer shards than other groups. The first shard of both is the fullest, and
+    rank 0 has both, so the largest sums of the two are added.
     """
     by_layout: Counter[tuple[int, int]] = Counter()
     layouts = {}

@@ -1,11 +1,11 @@
-"""A model's real units on a mesh of meta devices: the engine runs, its memory does not exist.
+"""A model's real units on a mesh of meta devices: the engine runs without its memory.
 
 This process is rank 0 of a ``fake`` process group, whose collectives return at once and whose other
 ranks do not exist. Units, layouts, schedule, reducers and ledgers are those of a training run; only
-the buffers are on the meta device. The model's own operators do not run, since what they do may
-depend on data: each unit's forward is replaced by one autograd function that reads the unsharded
-parameters in forward and returns a gradient for each in backward. What follows from a step is
-counted in :mod:`megafsdp.fsdp.estimate.footprint`.
+the buffers are on the meta device. The model's own operators do not run, since they may depend on
+data: one autograd function replaces each unit's forward; it reads the unsharded parameters in
+forward and returns a gradient for each in backward. :mod:`megafsdp.fsdp.estimate.footprint` counts
+the bytes and collectives of a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TIMES = " x "
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """What a report says of one parameter group.
+    """The data of one parameter group for a report.
 
     Attributes:
         layout: Its layout; one shard if it is replicated.
@@ -66,7 +66,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """What a report says of one unit.
+    """The data of one unit for a report.
 
     Attributes:
         name: Its FQN; the class's name for the root.
@@ -79,10 +79,10 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class AxisNames:
-    """What to call the ranks over which collectives run.
+    """Names for the ranks over which collectives run.
 
     Attributes:
-        names: Name of a mesh axis, or of several together, by the name of its process group.
+        names: Name of a mesh axis, or of several joined, by the name of the process group.
         data: Name of the data axes together.
         tp: Name of the tensor-parallel axis; None without one.
         sizes: Number of ranks of each axis.
@@ -102,16 +102,16 @@ class AxisNames:
         if meshes.experts is not None:
             _name_groups(meshes.experts, meshes.ep, names, sizes)
         named = cls(names, data, None if meshes.tp is None else TP, sizes)
-        # A collective without a group is one over all ranks.
+        # A collective without a group runs over all ranks.
         names[""] = named.with_tp(data)
         return named
 
     def with_tp(self, axes: str) -> str:
-        """Return the name of data axes and the tensor-parallel one together."""
+        """Return the name of data axes joined with the tensor-parallel axis, if there is one."""
         return axes if self.tp is None else axes + _TIMES + self.tp
 
     def num_ranks(self, axes: str) -> int:
-        """Return the number of ranks of axes by their name."""
+        """Return the number of ranks of the axes with a name."""
         return math.prod(self.sizes[axis] for axis in axes.split(_TIMES))
 
 
@@ -151,18 +151,18 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        # The next estimate may have equal meshes, over groups of its own.
+        # The next estimate may have equal meshes over other process groups.
         forget_dtensor_meshes()
 
 
 class MetaEngine:
-    """The units of one model on a mesh of meta devices; use it inside of :func:`fake_ranks`.
+    """The units of one model on a mesh of meta devices; use it inside :func:`fake_ranks`.
 
     Args:
         model: A model on the meta device; it is used up.
         fsdp_unit_modules: As for ``fully_shard_model``.
-        meshes: Of meta devices; their model axes have cut the model already.
-        sums_in_library: Whether gradients are reduced as on NCCL, and not as on gloo.
+        meshes: Meshes of meta devices; their model axes have cut the model already.
+        sums_in_library: Whether gradients are reduced as on NCCL instead of as on gloo.
         **options: Other keyword arguments of ``fully_shard_model``.
 
     Attributes:
@@ -196,27 +196,27 @@ class MetaEngine:
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.sums_in_library = sums_in_library
-        # Adopted before the first step: the units get their FQNs within the root.
+        # Let the root adopt the units before the first step, so that they get their FQNs in it.
         root.require_context()
 
     @property
     def ledger(self) -> ByteLedger:
-        """Return the bytes on the device of all units: the root's ledger sums the others."""
+        """Return the ledger of all units' bytes on the device: the root's, which adds up all."""
         return self.units[0].ledger
 
     def plan(self) -> list[PlannedUnit]:
-        """Return what a report says of the units, in their order."""
+        """Return the data of the units for a report, in their order."""
         return [PlannedUnit(unit.name, tuple(map(_plan, unit.groups))) for unit in self.units]
 
     def describe_kept(self) -> list[str]:
-        """Return what a recipe leaves as it is, a line for each reason; none without a recipe."""
+        """Return what a recipe leaves unquantized, one line for each reason."""
         return describe_kept(reasons_to_keep(units_below([self._model])))
 
     def offload(self, chosen: Collection[tuple[int, int]]) -> None:
         """Move main weights to the host, as an offloaded optimizer does.
 
         Args:
-            chosen: Indices of the unit and of the group in it.
+            chosen: Pairs of the index of a unit and the index of a group in it.
         """
         for number, index in chosen:
             memory = HostMemory(HostArena(0, is_pinned=False, is_meta=True), ByteLedger())
@@ -225,7 +225,7 @@ class MetaEngine:
     def run_microbatch(self, *, is_last: bool) -> None:
         """Run a forward of the root and its backward."""
         with microbatch(self._model, is_last=is_last):
-            # As token ids, the input needs no gradient: the root ends with the whole backward.
+            # Like token ids, the input needs no gradient: the root ends with the whole backward.
             output = self._model(torch.empty((), device=_META))
             output.backward(torch.empty_like(output))
 
@@ -243,14 +243,14 @@ class MetaEngine:
             x = _UseParameters.apply(note, x, *(p for p in unsharded if p.requires_grad))
             for each in below:
                 x = each.modules[0](x)
-            # An operator of its own after them, as an output layer or a loss: its backward comes
-            # before the last unit's, and gathers are issued ahead of that.
+            # The root has an operator after its units, like an output layer or a loss: its backward
+            # comes before the last unit's, and gathers are issued ahead from there.
             return x.clone() if below else x
 
         return forward
 
     def step(self, casts_from: torch.dtype | None) -> None:
-        """Do to the units what an optimizer's step and ``zero_grad()`` do.
+        """Change the units as an optimizer's step and ``zero_grad()`` do.
 
         Args:
             casts_from: Dtype of the main weights that the optimizer casts to the compute dtype as
@@ -290,7 +290,7 @@ class _UseParameters(torch.autograd.Function):
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    # On the meta device an alias costs less than a new tensor. One of codes would be codes.
+    # On the meta device an alias costs less than a new tensor. An alias of codes would be codes.
     if isinstance(parameter, QuantizedTensor):
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=_META)
     return parameter.detach()

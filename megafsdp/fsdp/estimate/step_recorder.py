@@ -1,8 +1,8 @@
 """The order of events of one step on meta devices: what is computed, sent, allocated and freed.
 
-A :class:`StepRecorder` is a ledger above the engine's own, so each allocation and each release
-passes it. The engine tells it when a unit is computed; collectives are taken from the record that
-counts them. It knows no times: the meta device has none.
+A :class:`StepRecorder` is a parent ledger of the engine's own, so each allocation and each release
+reaches it. The engine notes when a unit is computed; collectives are taken from the record that
+counts them. Times are not recorded: the meta device has none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Moment:
 
     Attributes:
         kind: FORWARD, BACKWARD, OPTIMIZER_STEP, MEMORY, or the kind of a collective.
-        label: The unit; of MEMORY the category that grew or shrank.
-        live: Bytes alive after it, in the order of Category.
+        label: The unit; for MEMORY the category that grew or shrank.
+        live: Bytes alive after the event, in the order of Category.
         microbatch: Index of the microbatch.
     """
 
@@ -39,8 +39,8 @@ class StepRecorder(ByteLedger):
     """Record the moments of a step; the engine's ledger is merged into it.
 
     Attributes:
-        record: The collectives of the step, as they are counted.
-        moments: What happened, in order.
+        record: The collectives of the step, while they are counted.
+        moments: The events, in order.
         microbatch: Index of the microbatch that runs.
         is_recording: Whether moments are kept.
     """
@@ -53,7 +53,7 @@ class StepRecorder(ByteLedger):
 
     def note(self, kind: str, label: str) -> None:
         """Add an event, after the collectives that were issued before it."""
-        # Collectives have no hook: those since the last event were issued before this one.
+        # Collectives have no hook: add those issued since the last event first.
         self.take_collectives()
         self._add(kind, label)
 
@@ -66,7 +66,7 @@ class StepRecorder(ByteLedger):
 
     def debit(self, category: Category, nbytes: int) -> None:
         """Count bytes that became alive."""
-        # First, with the bytes of their moment: what is allocated here came after them.
+        # Add the collectives first, with the bytes before this allocation: they came earlier.
         self.take_collectives()
         super().debit(category, nbytes)
         self._add(MEMORY, category.value)
@@ -78,7 +78,7 @@ class StepRecorder(ByteLedger):
         self._add(MEMORY, category.value)
 
     def _add(self, kind: str, label: str) -> None:
-        # A run of hundreds of microbatches would have a hundred thousand moments.
+        # Not always: a step of hundreds of microbatches would have a hundred thousand moments.
         if self.is_recording:
             live = tuple(self.live.values())
             self.moments.append(Moment(kind, label, live, self.microbatch))
