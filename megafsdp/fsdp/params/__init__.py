@@ -1,4 +1,4 @@
-"""What a unit owns: parameter groups, compute weights, gradients, and where they lie.
+"""What a unit owns: parameter groups, compute weights, gradients, and their placement.
 
 A parameter group has one compute weight (gathered for forward and backward) and one gradient
 reducer. Nothing here decides when a collective runs: that is fsdp/runtime.

@@ -1,7 +1,7 @@
 """A compute weight that is the main weight in the compute dtype.
 
-A step may write the cast in the pass that changes the main weight, and an optimizer may move the
-main weight to the host and leave a copy on the device. Both are here; the gather is in
+This file lets a step write the cast in the pass that changes the main weight, and lets an optimizer
+move the main weight to the host and leave a copy on the device. The gather is in
 :mod:`~megafsdp.fsdp.params.gathered_weight`.
 """
 
@@ -31,7 +31,7 @@ from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 
 
 class CastWeight(GatheredWeight):
-    """Buffers of one group's compute weight, which is a cast.
+    """The compute weight of one group as a cast of its main weight.
 
     Args:
         dtype: The compute dtype.
@@ -57,7 +57,7 @@ class CastWeight(GatheredWeight):
         self._main = main_weight
         self._host_weight = host_weight
         is_same = dtype == main_weight.flat.dtype and host_weight is None
-        # Forward may read what the optimizer writes where that is the whole: one buffer less.
+        # If this rank has the whole main weight, forward reads that itself: one buffer less.
         is_main = is_same and axes.has_whole
         is_gathered = axes.is_sharded and not is_main
         is_persistent = stays_gathered or not is_gathered
@@ -71,7 +71,7 @@ class CastWeight(GatheredWeight):
         on_copy_stream = (
             contextlib.nullcontext if host_weight is None else host_weight.on_copy_stream
         )
-        # Not a method of this object: a cycle would delay the release of a deleted model's memory.
+        # A method of this object would be a cycle, which delays freeing a deleted model's memory.
         encode: Encode = functools.partial(cast_main_weight, main_weight)
         if host_weight is not None:
             encode = host_weight.encode
@@ -81,7 +81,8 @@ class CastWeight(GatheredWeight):
         elif not axes.is_sharded:
             source = PersistentSource(full, encode)
         elif axes.is_divided or host_weight is not None:
-            # Another buffer than the output is read: the shard to join, or a copy of the host's.
+            # The gather reads another buffer than its output: a joined shard, or a copy from the
+            # host.
             source = TemporarySource(buffers.new_piece, encode)
         else:
             source = CastOnGather(buffers.new_piece, main_weight, is_gathered_once=is_persistent)
@@ -99,8 +100,9 @@ class CastWeight(GatheredWeight):
     def assemble(
         self, index: int, shape: torch.Size, name: str, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return tensor ``index`` in full: of the full buffer, or ``rows`` where they are that."""
-        # A write to a main weight that forward has read counts as one to what autograd has saved.
+        """Return tensor ``index`` in full: from the full buffer, or ``rows`` if they are all."""
+        # Without .data ``rows`` share their count of writes, so that autograd notices a write to a
+        # main weight that it has saved.
         own = rows if self._full is self._main else self._full.tensor(index).data
         return own.view(shape)
 
@@ -111,7 +113,7 @@ class CastWeight(GatheredWeight):
 
     @property
     def _step_output(self) -> StepOutput:
-        # A step on the host writes its cast there, from which all gathers of a step are copied.
+        # A step on the host writes its cast there; all gathers until the next step copy that cast.
         return self._source if self._host_weight is None else self._host_weight
 
     def start_encoding(self) -> torch.Tensor | None:
@@ -133,9 +135,9 @@ class CastWeight(GatheredWeight):
     def move_main_weight(self, main_weight: DBuffer) -> None:
         """Adopt a main weight on the host; gathers read a copy on the device; local.
 
-        The memory of the main weight before is released unless forward reads it.
+        The memory of the old main weight is released unless forward reads it.
         """
-        # The gather of pieces under way may read memory that is released here.
+        # A gather of pieces under way may read memory that is released here.
         self._source.finish_refresh()
         self._before_move = before, source = self._main, self._source
         self._main = main_weight
@@ -153,10 +155,10 @@ class CastWeight(GatheredWeight):
         """Undo :meth:`move_main_weight`; local.
 
         Returns:
-            The buffer on the device that takes the main weight, its content undefined.
+            The buffer on the device that becomes the main weight; its content is undefined.
         """
         assert self._before_move is not None, "the main weight is elsewhere"
-        # The gather of pieces under way may read the copy, which goes with its source.
+        # A gather of pieces under way may read the copy, which is freed with its source.
         self._source.finish_refresh()
         self._main, self._source = self._before_move
         self._before_move = None
@@ -167,7 +169,7 @@ class CastWeight(GatheredWeight):
     def start_copy(self) -> torch.Tensor:
         """Return the memory of the copy on the device, 1-D like the main weight; local.
 
-        Only after :meth:`move_main_weight`; what is written counts after :meth:`mark_encoded`.
+        Call it only after :meth:`move_main_weight`, and :meth:`mark_encoded` once it is written.
         """
         assert self._before_move is not None, "the main weight is elsewhere"
         copy = self._source.start_encoding()

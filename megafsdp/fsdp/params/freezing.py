@@ -1,9 +1,10 @@
-"""Which unsharded parameters require a gradient: in forward those that the user trains.
+"""Set ``requires_grad`` of unsharded parameters: in forward as the user has set it.
 
-A parameter may be frozen in one forward and trained in another of the same backward, as where
-adapters are switched off in between. Autograd asks only when a gradient arrives, and drops it if
-the parameter is frozen by then. So a gradient on its way unfreezes its parameter. Backward has
-parameters frozen as each forward had them: activations are recomputed into the same graph.
+A parameter may be frozen in one forward and trained in another one of the same backward, for
+example if adapters are switched off in between. Autograd reads the flag only when a gradient
+arrives, and drops the gradient if the parameter is frozen by then. So a gradient on its way
+unfreezes its parameter. In backward, parameters are frozen as they were in each forward, so that
+activations are recomputed into the same graph.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def trainable_of(groups: Sequence[ParameterGroup]) -> list[bool]:
 
 
 def follow_user(groups: Sequence[ParameterGroup]) -> None:
-    """Freeze and unfreeze the unsharded parameters as the user has the sharded ones."""
+    """Set ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
     set_trainable(groups, [p.sharded.requires_grad for g in groups for p in g.parameters])
 
 
 def set_trainable(groups: Sequence[ParameterGroup], trainable: list[bool]) -> None:
-    """Freeze and unfreeze the unsharded parameters, as :func:`trainable_of` returns them."""
+    """Set ``requires_grad`` of the unsharded parameters to values from :func:`trainable_of`."""
     if trainable == trainable_of(groups):
         return
     parameters = [p for group in groups for p in group.parameters]
@@ -48,7 +49,8 @@ def _unfreezing(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def unfreeze(grad: torch.Tensor) -> None:
         own = reference()
         if own is not None:
-            # Of a parameter that the user has frozen by now it is dropped when the unit ends.
+            # If the user has frozen the parameter by now, its gradient is dropped when the unit's
+            # backward ends.
             own.requires_grad_(True)
 
     return unfreeze

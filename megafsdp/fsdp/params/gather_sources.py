@@ -1,13 +1,13 @@
-"""What a gather of a compute weight reads on this rank: one class for each way to store it.
+"""The inputs of a compute weight's gather on this rank: one class for each way to store them.
 
 A :class:`~megafsdp.fsdp.params.gathered_weight.GatheredWeight` has one source for the life of its
-main weight, and slices in front of it where a unit saves some between forward and backward:
+main weight; slices that a unit saves between forward and backward take precedence:
 
 ==================  ============================================  ================================
 class               used where                                    memory between gathers
 ==================  ============================================  ================================
 MainWeightSource    the compute dtype is the main weight's        none of its own
-CastOnGather        it is another dtype                           none: a cast goes straight into
+CastOnGather        the compute dtype is another one              none: a cast goes straight into
                                                                   the gathered buffer
 PersistentSource    a quantized weight; a replicated group; an    the codes, or the cast
                     optimizer has moved the main weight
@@ -33,12 +33,12 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 
-# Fills a buffer that lies like the main weight from the main weight.
+# Fills a buffer, which is cut like the main weight, from the main weight.
 Encode: TypeAlias = Callable[[DBuffer], None]
 
 
 class StepOutput(Protocol):
-    """Memory that an optimizer step fills with the cast of the main weight that it changes."""
+    """Memory in which an optimizer step writes the cast of the main weight that it changes."""
 
     def start_encoding(self) -> torch.Tensor | None:
         """Return the memory, 1-D like the main weight, in the compute dtype; None for none."""
@@ -54,23 +54,23 @@ class GatherSource:
     """The buffer that this rank contributes to a gather.
 
     The defaults are those of a source without memory of its own. A replicated group gathers
-    nothing: of its source only the refresh is used.
+    nothing: it uses only the refresh of its source.
     """
 
     def input(self, full: DBuffer) -> DBuffer:
         """Return the input of a gather.
 
         Args:
-            full: The allocated output. If it stands in for its own input, this rank's part of it is
-                filled.
+            full: The allocated output. If it is also the input, this rank's part of it is filled
+                here.
         """
         raise NotImplementedError
 
     def release_input(self) -> None:
-        """Free what was made for a gather that is complete."""
+        """Free the input of a gather that is complete."""
 
     def refresh(self, label: str) -> None:
-        """Encode what is persistent; a collective over an outer axis is issued, not awaited.
+        """Encode persistent buffers; a collective over an outer axis is issued, not awaited.
 
         Args:
             label: FQN of the unit, for counters and profilers.
@@ -80,7 +80,7 @@ class GatherSource:
         """Wait for the collective of :meth:`refresh`."""
 
     def start_encoding(self) -> torch.Tensor | None:
-        """Return memory for the cast of a step; None where it would save nothing."""
+        """Return memory in which a step writes the cast; None if that would save nothing."""
         return None
 
     def mark_encoded(self) -> None:
@@ -109,7 +109,7 @@ class PersistentSource(GatherSource):
     """A buffer that is encoded once after each change of the main weight.
 
     Args:
-        buffer: The buffer; the full one itself in a replicated group.
+        buffer: The buffer; in a replicated group the full buffer itself.
         encode: Fills it.
     """
 
@@ -118,8 +118,8 @@ class PersistentSource(GatherSource):
         self._is_encoded = False
 
     def refresh(self, label: str) -> None:
-        """Encode the buffer, unless a step has."""
-        # The mark of a step stays: its encoding is right until the next mark_stale().
+        """Encode the buffer, unless a step has done so."""
+        # The flag that a step set stays: its encoding is right until the next mark_stale().
         if not self._is_encoded:
             self._encode(self._buffer)
 
@@ -149,7 +149,7 @@ class TransientBuffer(GatherSource):
 
     def __init__(self, make: Callable[[], DBuffer]) -> None:
         self._make = make
-        # Made late: a unit whose steps write no casts never needs it.
+        # Made at the first use: a unit whose steps write no casts may never need it.
         self._buffer: DBuffer | None = None
         self._is_filled = False
 
@@ -163,18 +163,18 @@ class TransientBuffer(GatherSource):
     def input(self, full: DBuffer) -> DBuffer:
         """Return the filled buffer, to be read by one gather."""
         assert self._is_filled and self._buffer is not None, "a gather reads what was encoded"
-        # From here on a true flag says that a step has filled the buffer for the next gather.
+        # If the flag is true again later, a step has filled the buffer for the next gather.
         self._is_filled = False
         return self._buffer
 
     def release_input(self) -> None:
         """Free the buffer, unless it is filled for the next gather."""
-        # A step may have filled it while the gather that read it was not awaited yet.
+        # A step may have filled it before the gather that read it was awaited.
         if self._buffer is not None and not self._is_filled:
             self._buffer.storage.release()
 
     def start_encoding(self) -> torch.Tensor | None:
-        """Return the buffer of a cast, with memory."""
+        """Return the buffer for a step's cast, with memory."""
         return self.allocate().flat
 
     def mark_encoded(self) -> None:
@@ -199,14 +199,14 @@ class TemporarySource(TransientBuffer):
         self._encode = encode
 
     def refresh(self, label: str) -> None:
-        """Encode the buffer for the next gather, unless a step has."""
+        """Encode the buffer for the next gather, unless a step has done so."""
         if not self._is_filled:
             self._encode(self.allocate())
             self._is_filled = True
 
     def input(self, full: DBuffer) -> DBuffer:
         """Return the buffer; a second gather after one refresh encodes it again."""
-        # The first gather has freed it: encoding again costs time, keeping it costs memory.
+        # The first gather freed it. Encoding again costs time; keeping it would cost memory.
         self.refresh("")
         return super().input(full)
 
@@ -217,8 +217,8 @@ class CastOnGather(TransientBuffer):
     Args:
         make: Makes a buffer for a cast that a step writes.
         main_weight: The main weight, a shard.
-        is_gathered_once: Whether one gather follows each change of the main weight. Where several
-            do, each casts, and a cast that a step had written would need memory between them.
+        is_gathered_once: Whether one gather follows each change of the main weight. If several
+            follow, each of them casts: a cast written by the step would need memory between them.
     """
 
     def __init__(
@@ -229,15 +229,15 @@ class CastOnGather(TransientBuffer):
         self._is_gathered_once = is_gathered_once
 
     def input(self, full: DBuffer) -> DBuffer:
-        """Return the cast of a step if there is one, else the output with this rank's part."""
+        """Return the cast that a step wrote if there is one, else cast into the output."""
         if self._is_filled:
-            # Read where it lies: a copy into the output would cost what the step has saved.
+            # Gather from there: a copy into the output would cost what the step has saved.
             return super().input(full)
         copy_pieces(self._main.pieces(), full.parts(self._main.shard))
         return full
 
     def start_encoding(self) -> torch.Tensor | None:
-        """Return a buffer for the cast of a step where one gather reads it, else None."""
+        """Return a buffer for a step's cast if one gather reads it, else None."""
         return super().start_encoding() if self._is_gathered_once else None
 
 
@@ -246,9 +246,9 @@ class OuterJoin(GatherSource):
 
     Args:
         pieces: The source of the gather over the outer axis.
-        shard: Its output: the pieces of all ranks of the outer axis, joined.
+        shard: The output of that gather: the pieces of all ranks of the outer axis, joined.
         group: Ranks of the outer axis.
-        on_copy_stream: Returns the context in which collectives read what was copied from the host.
+        on_copy_stream: Returns the context for collectives that read a copy from the host.
     """
 
     def __init__(
@@ -267,16 +267,16 @@ class OuterJoin(GatherSource):
         return OuterJoin(pieces, self._shard, self._group, self._on_copy_stream)
 
     def refresh(self, label: str) -> None:
-        """Encode this rank's piece and issue the gather of the others'; collective."""
-        # Not awaited: pieces of all units travel while the first units compute.
+        """Encode this rank's piece and issue the gather of all pieces; collective."""
+        # Do not wait: pieces of all units travel while the first units compute.
         self._pieces.refresh(label)
         piece = self._pieces.input(self._shard)
         with self._on_copy_stream():
             self._joining = gather_buffers([self._shard], [piece], group=self._group, label=label)
 
     def finish_refresh(self) -> None:
-        """Wait for the gather of the pieces and free this rank's."""
-        # The shard may be read, and the piece written, only after it.
+        """Wait for the gather of the pieces and free this rank's piece."""
+        # Only after this may the shard be read and the piece be written.
         if self._joining is not None:
             self._joining.wait()
             self._joining = None
@@ -288,7 +288,7 @@ class OuterJoin(GatherSource):
 
     def start_encoding(self) -> torch.Tensor | None:
         """Return the memory of this rank's piece."""
-        # The gather under way reads that memory.
+        # A gather under way reads that memory.
         self.finish_refresh()
         return self._pieces.start_encoding()
 
@@ -309,7 +309,7 @@ class SliceSource(GatherSource):
         saved: This rank's slice.
 
     Attributes:
-        group: As given: the ranks of the gather.
+        group: The argument.
     """
 
     def __init__(self, group: dist.ProcessGroup, saved: DBuffer) -> None:
@@ -322,8 +322,8 @@ class SliceSource(GatherSource):
 
 
 def cast_main_weight(main_weight: DBuffer, target: DBuffer) -> None:
-    """Fill a buffer that lies like the main weight with its cast; local."""
-    # One copy of the whole: gaps are cast along, and read by no tensor.
+    """Cast the main weight into a buffer that is cut like it; local."""
+    # One copy of the whole buffer. Gaps are cast too, but no tensor reads them.
     copy_pieces([main_weight.flat], [target.flat])
 
 

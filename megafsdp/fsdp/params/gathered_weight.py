@@ -1,8 +1,9 @@
 """The gathered buffer of a parameter group's compute weight: its gather and its release.
 
-A compute weight is what forward and backward read of a group's main weight, in one full buffer. It
-is a cast (:mod:`~megafsdp.fsdp.params.cast_weight`) or the codes of a quantized format
-(:mod:`~megafsdp.fsdp.params.quantized_weight`); here it is a buffer that ranks have pieces of.
+A compute weight is the form of a group's main weight that forward and backward read, in one full
+buffer. It is a cast (:mod:`~megafsdp.fsdp.params.cast_weight`) or the codes of a quantized format
+(:mod:`~megafsdp.fsdp.params.quantized_weight`). For this file it is a buffer of which each rank has
+a piece.
 Under ZeRO-3 the full buffer is gathered for each use and released after it. Under ZeRO-1 and ZeRO-2
 it is persistent, and gathered once after each change of the main weight. A replicated group has a
 persistent full buffer that is encoded in place; nothing is gathered. With two ranks and a cast from
@@ -11,9 +12,8 @@ fp32 to bf16, under ZeRO-3::
     rank 0   main weight [0, 32) fp32 --cast--> full [0, 32)  --gather-->  full [0, 64) bf16
     rank 1   main weight [32, 64) fp32 --cast-> full [32, 64) --gather-->  full [0, 64) bf16
 
-What this rank contributes to a gather, and how it is stored, is a
-:mod:`~megafsdp.fsdp.params.gather_sources` class; which units are gathered ahead is decided by the
-schedule.
+A class of :mod:`~megafsdp.fsdp.params.gather_sources` says what this rank contributes to a gather,
+and how it is stored. The schedule decides which units are gathered ahead.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class WeightBuffers:
     Args:
         main_weight: The group's main weight, a shard or the whole.
         axes: Ranks that divide or replicate the group.
-        dtype: Of an element of the buffers.
-        numel_per_element: Elements of the main weight that one of them stands for.
+        dtype: Dtype of the buffers.
+        numel_per_element: How many elements of the main weight one element of the buffers stands
+            for.
         device: Where the buffers live.
         ledger: Counts their bytes.
     """
@@ -61,7 +62,7 @@ class WeightBuffers:
         self._device, self._ledger = device, ledger
 
     def new_piece(self) -> DBuffer:
-        """Make a buffer that lies like the main weight."""
+        """Make a buffer that is cut like the main weight."""
         return self._new(Residence.SHARD, Category.COMPUTE_WEIGHT, 1, self._shard)
 
     def new_full(self, category: Category) -> DBuffer:
@@ -83,7 +84,7 @@ class WeightBuffers:
         index, merged = group.rank(), self._axes.group.size() // group.size()
         merged *= self._axes.num_pieces
         saved = self._new(Residence.SHARD, Category.COMPUTE_WEIGHT, merged, index)
-        # A slice for each sub-buffer: a gather joins the shards of each by itself.
+        # Slice each sub-buffer: a gather joins the shards of each sub-buffer by itself.
         with torch.no_grad():
             for own, whole in zip(saved.pieces(), full.pieces(), strict=True):
                 own.copy_(whole.narrow(0, index * own.numel(), own.numel()))
@@ -102,7 +103,7 @@ class WeightBuffers:
 
 
 class GatheredWeight:
-    """The full buffer of one group's compute weight, and what fills it.
+    """The full buffer of one group's compute weight, and the source that fills it.
 
     Args:
         full: The full buffer.
@@ -110,13 +111,13 @@ class GatheredWeight:
         buffers: Makes the slices that a unit may save between forward and backward.
         axes: Ranks that divide or replicate the group.
         stays_gathered: Whether the strategy keeps the full buffer between uses.
-        is_gathered: Whether a gather fills it; else it is read as its source leaves it.
+        is_gathered: Whether a gather fills it; if not, its source does.
         on_copy_stream: Returns the context in which collectives read a copy from the host: they run
             on the stream of the copy.
 
     Attributes:
         is_stale: Whether the main weight has changed since the last refresh.
-        is_set: Whether something else than steps has changed it since, such as a load.
+        is_set: Whether anything but steps, such as a load, has changed it since.
         label: FQN of the unit, for counters and profilers.
         stays_gathered: The argument.
     """
@@ -138,10 +139,10 @@ class GatheredWeight:
         self.stays_gathered = stays_gathered
         self._full, self._source, self._buffers = full, source, buffers
         self._axes = axes
-        # What no gather fills stays, whatever the strategy.
+        # A full buffer that no gather fills is never freed, whatever the strategy.
         self._is_persistent, self._is_gathered = stays_gathered or not is_gathered, is_gathered
         self._on_copy_stream = on_copy_stream
-        # Whether the full buffer was not gathered since the last refresh.
+        # Whether the full buffer has not been gathered since the last refresh.
         self._is_outdated = True
         # The gather under way, and what it reads.
         self._gather: tuple[Pending, GatherSource, DBuffer] | None = None
@@ -152,13 +153,13 @@ class GatheredWeight:
     ) -> torch.Tensor:
         """Return tensor ``index`` in full, as forward reads it; aliases the full buffer.
 
-        Called once a parameter: the buffer is refilled in place. The result has a count of writes
-        of its own, by which autograd finds that a tensor which it saved has changed. Views of the
-        buffer would share one: a write to a parameter would count as one to all parameters, and so
-        would a gather, which brings the same bytes.
+        Called once for each parameter: the buffer is refilled in place. The result has its own
+        count of writes (version), by which autograd notices changes of saved tensors. Views of the
+        buffer would share one count: a write to one parameter would count for all, and so would a
+        gather, although it brings the same bytes.
 
         Args:
-            index: The tensor.
+            index: Index of the tensor in the layout.
             shape: Its shape.
             name: Its name, for messages.
             rows: This rank's rows of it in the main weight, 1-D.
@@ -182,7 +183,7 @@ class GatheredWeight:
 
     @property
     def gathered_storages(self) -> list[FlatStorage]:
-        """Return the storages that gathers fill and releases free; none of a persistent weight."""
+        """Return the storages that gathers fill and releases free; none if it is persistent."""
         return [] if self._is_persistent else [self._full.storage]
 
     def mark_stale(self) -> None:
@@ -193,15 +194,15 @@ class GatheredWeight:
     def refresh(self) -> None:
         """Encode persistent buffers from the main weight.
 
-        Local, unless the outer axis divides the main weight: then the gather of the pieces is
-        issued, a collective over the outer axis.
+        Local, unless the outer axis divides the main weight: then the gather of the pieces, a
+        collective over the outer axis, is issued.
         """
         self.is_stale = self.is_set = False
-        # A full buffer with memory is gathered again, too.
+        # A full buffer that still has memory must be gathered again, too.
         self._is_outdated = True
-        # It was cut from a gather of the old main weight.
+        # The slice was cut from a gather of the old main weight.
         self._slice = None
-        # The gather under way reads the memory that is encoded next.
+        # A gather under way reads the memory that is encoded next.
         self._source.finish_refresh()
         self._source.refresh(self.label)
 
@@ -209,16 +210,16 @@ class GatheredWeight:
         """Return memory for a cast of the main weight, for a step that changes it; local.
 
         Returns:
-            1-D like the main weight's flat buffer, in the compute dtype. None where casting at the
-            gather is as good: the weight needs no cast, or it is gathered several times; and where
-            the compute weight is no cast.
+            1-D like the main weight's flat buffer, in the compute dtype. None if casting at the
+            gather is as good (the weight needs no cast, or is gathered several times), or if the
+            compute weight is not a cast.
         """
         return None
 
     def mark_encoded(self) -> None:
         """Mark the memory of :meth:`start_encoding` as filled.
 
-        Called after :meth:`mark_stale` for the step that filled it, which drops older casts.
+        Called after the :meth:`mark_stale` of the step that filled it, which drops older casts.
         """
 
     def start_unshard(self, *, in_backward: bool) -> None:
@@ -226,21 +227,21 @@ class GatheredWeight:
         if self._gather is not None:
             if not (self.is_stale or self._is_outdated):
                 return
-            # It was gathered ahead, did not run, and the main weight has changed since. Its pieces
-            # may have been joined anew by now.
+            # The unit was gathered ahead but did not run, and the main weight has changed since.
+            # Its pieces may have been joined anew by now.
             self.finish_unshard()
         if self.is_stale:
             self.refresh()
         full, source, group = self._full, self._source, self._axes.group
         if not self._is_gathered or not (self._is_outdated or not full.storage.is_allocated):
             return
-        # Before the full buffer takes memory: this frees the piece that a join has read.
+        # Do this before the full buffer takes memory: it frees the piece that a join has read.
         self._source.finish_refresh()
         self._is_outdated = False
         full.storage.allocate()
         if self._slice is not None:
             source, group = self._slice, self._slice.group
-            # Its last use; the gather keeps what it reads alive.
+            # This is the last use of the slice; the gather keeps its input alive.
             if in_backward:
                 self._slice = None
         own = source.input(full)
@@ -274,7 +275,7 @@ class GatheredWeight:
         if not self.is_unsharded:
             return
         self.finish_unshard()
-        # A second forward before backward gathers the same bytes: its slice is there.
+        # A second forward before backward gathered the same bytes, so its slice exists already.
         if self._slice is None or self._slice.group is not group:
             self._slice = SliceSource(group, self._buffers.slice_of(self._full, group))
         self.release()
@@ -290,8 +291,8 @@ def joined(
     axes: DataParallelAxes,
     on_copy_stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> GatherSource:
-    """Return a source whose pieces are joined over the outer axis, where that divides too."""
-    # HSDP has an outer axis too, whose ranks have equal shards.
+    """Return a source that joins the pieces over the outer axis, if that divides too."""
+    # HSDP also has an outer axis, but its ranks have equal shards.
     if axes.outer_group is None or not axes.is_divided:
         return pieces
     return OuterJoin(pieces, buffers.new_shard(), axes.outer_group, on_copy_stream)

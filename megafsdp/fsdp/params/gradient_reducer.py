@@ -1,11 +1,12 @@
-"""From the gradients of unsharded parameters to the main gradient: packed, then summed over ranks.
+"""Pack the gradients of unsharded parameters, and sum them over ranks into the main gradient.
 
-After a unit's backward its gradients are packed into one flat *partial* buffer, gaps and missing
-gradients zeroed, and the whole buffer is reduced, whichever parameters had a gradient: so all ranks
-issue the same collectives. The partials have the gradients' own dtype where ranks sum what they
-exchange (gloo), and the sum's where a library makes it (NCCL): packing casts. The sum goes to the
-group's :class:`~megafsdp.fsdp.params.main_gradient.MainGradient`, which publishes it as ``.grad``.
-On gloo a group of one rank, as experts have where no other rank has the same ones, packs nothing.
+After a unit's backward its gradients are packed into one flat *partial* buffer, in which gaps and
+missing gradients are zero. The whole buffer is reduced, whichever parameters had a gradient, so all
+ranks issue the same collectives. Partials keep the gradients' dtype if the ranks themselves sum
+what they exchange (gloo); if a library sums (NCCL), packing casts them to the dtype of the sum. The
+sum goes to the group's :class:`~megafsdp.fsdp.params.main_gradient.MainGradient`, which publishes
+it as ``.grad``. On gloo a group of one rank packs nothing; experts that no other rank has form such
+a group.
 
 A :class:`Reduction` is one of these sums under way, and has these stages::
 
@@ -14,8 +15,8 @@ A :class:`Reduction` is one of these sums under way, and has these stages::
     parameters on the host   INNER_SUM (-> OUTER_SUM) -> copy    publish
 
 Before the first stage, gradients that are addends of a sum over a model axis are summed over it
-(:mod:`megafsdp.fsdp.params.model_gradients`). When a reduction is issued, and when one is waited
-for, is decided by the schedule.
+(:mod:`megafsdp.fsdp.params.model_gradients`). The schedule decides when a reduction is issued, and
+when it is waited for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Stage(Enum):
     INNER_SUM = "inner sum"
     OUTER_SUM = "outer sum"
     HOST_COPY = "host copy"
-    DONE = "done"  # Nothing: it is published, or waits in the inner sum for the last microbatch.
+    DONE = "done"  # Nothing: published, or kept in the inner sum for the last microbatch.
 
 
 class Reduction:
@@ -55,7 +56,7 @@ class Reduction:
 
     Args:
         reducer: The group's reducer.
-        is_final: Whether no microbatch adds to it: it goes through all stages.
+        is_final: Whether no later microbatch adds to it, so that it goes through all stages.
         optimizer_may_start: Whether the user said that the optimizer's step comes next.
 
     Attributes:
@@ -78,12 +79,12 @@ class Reduction:
         self.is_final = is_final
         self.optimizer_may_start = is_final and optimizer_may_start
         self.stage = Stage.INNER_SUM
-        # The collective reads the addends until it has been waited for.
+        # The collective reads the addends until it has been awaited.
         self._addends: DBuffer | None = None
         self._pending: Pending | None = None
 
     def wait_for(self, stage: Stage, addends: DBuffer | None, pending: Pending) -> None:
-        """Enter a stage: a sum of addends that has been issued; None if they are not packed."""
+        """Enter a stage after its sum was issued; ``addends`` is None if nothing was packed."""
         self.stage, self._addends, self._pending = stage, addends, pending
 
     def end_sum(self) -> DBuffer | None:
@@ -113,8 +114,8 @@ class GradientReducer:
         model: Sums over a model axis; None without one.
 
     Attributes:
-        sums_in_library: Whether the backend's library makes the sums; an estimate says so itself.
-        force_sum: Whether the library sums alone, and all scaling is done by passes.
+        sums_in_library: Whether the backend's library makes the sums; an estimate sets it directly.
+        force_sum: Whether the library only sums, and separate passes do all scaling.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class GradientReducer:
         self._parameters = parameters
         self._buffers = buffers
         self._model = model
-        # choose_groups() may set twins with their own communicators: sums run beside gathers.
+        # choose_groups() may replace these by groups of the same ranks with their own
+        # communicators, so that sums run beside gathers.
         self._inner_group = buffers.axes.group
         self._outer_group = buffers.axes.outer_group
         self._reduction: Reduction | None = None
@@ -146,13 +148,13 @@ class GradientReducer:
         self._accumulated: DBuffer | None = None
         # Sums over the inner axis that wait for the last microbatch.
         self._inner_sum: DBuffer | None = None
-        # Partial buffers without memory, by dtype: views into them are made once.
+        # Partial buffers whose memory was freed, by dtype; kept, so that views are made once.
         self._released: dict[torch.dtype, DBuffer] = {}
 
     def choose_groups(
         self, inner_group: dist.ProcessGroup, outer_group: dist.ProcessGroup | None
     ) -> None:
-        """Reduce over these process groups, of the same ranks as the axes' own; local."""
+        """Reduce over these process groups, which have the same ranks as the axes' own; local."""
         self._inner_group, self._outer_group = inner_group, outer_group
 
     @property
@@ -162,14 +164,14 @@ class GradientReducer:
 
     @property
     def has_any(self) -> bool:
-        """Return whether this rank has a gradient of any parameter, in ``.grad`` or on its way."""
+        """Return whether this rank has any gradient, in ``.grad`` or on the way there."""
         is_shown = any(p.grad is not None for p in self.main_grad.parameters)
         return is_shown or self.has_grads or any(self._used)
 
     @property
     def _packs(self) -> bool:
-        """Return whether sums read a packed buffer: more than one rank makes them, or a library."""
-        # On a device a kernel a parameter would cost more than one pass less saves.
+        """Return whether sums read a packed buffer: several ranks or a library make them."""
+        # On a device one kernel for each parameter would cost more than the saved pass.
         is_exchanged = self._inner_group.size() > 1 or self.sums_in_library
         return is_exchanged or (self._model is not None and self._model.has_sums)
 
@@ -188,7 +190,7 @@ class GradientReducer:
         """Add this backward's gradients to a local buffer of the main gradient's dtype; local."""
         buffer = self._accumulated
         if buffer is None:
-            # Not the compute dtype: sums of many microbatches in bf16 would lose small addends.
+            # Not in the compute dtype: sums of many microbatches in bf16 would lose small addends.
             self._accumulated = buffer = self._new_partial(self._buffers.dtypes.grad)
             self._pack(buffer)
         else:
@@ -198,7 +200,7 @@ class GradientReducer:
         """Return whether sums of earlier backwards wait, and no reduction of them is under way.
 
         Args:
-            is_final: Whether sums that only lack the outer axis count as well.
+            is_final: Whether sums over the inner axis alone count as well.
         """
         has_inner_sum = is_final and self._inner_sum is not None
         return self._reduction is None and (self._accumulated is not None or has_inner_sum)
@@ -231,12 +233,12 @@ class GradientReducer:
         return reduction
 
     def _packed(self) -> DBuffer:
-        """Return the gradients in a partial buffer, on top of those that were accumulated."""
+        """Return the gradients in a partial buffer, added to those that were accumulated."""
         partial, self._accumulated = self._accumulated, None
         if partial is None:
             dtypes = self._buffers.dtypes
-            # The compute dtype is that of the gradients: packing rounds nothing. A library reduces
-            # in the dtype that it is given; one rank gives it nothing.
+            # Gradients have the compute dtype, so packing in it rounds nothing. A library reduces
+            # in the dtype of its input; a single rank gives it no input.
             is_cast = self.sums_in_library and self._inner_group.size() > 1
             partial = self._new_partial(dtypes.reduce if is_cast else dtypes.compute)
             self._pack(partial)
@@ -247,18 +249,18 @@ class GradientReducer:
         return partial
 
     def _issue_unpacked(self) -> Pending:
-        """Issue the sum over one rank of gradients where autograd has left them; local."""
+        """Issue the sum over a single rank, reading gradients where autograd left them; local."""
         target, is_accumulating = self._inner_target()
         parts = [target.tensor(i) for i in range(len(self._parameters))]
         with torch.no_grad():
             outputs, grads, missing = self._take_grads(parts)
             if not is_accumulating:
-                # As in a packed buffer.
+                # Missing gradients and gaps must be zero, as in a packed buffer.
                 for i in missing:
                     parts[i].zero_()
                 target.zero_gaps()
             dtype = self._buffers.dtypes.compute
-            # Written when the reduction ends: an error before leaves the sum as it was.
+            # The output is written when the reduction ends: an earlier error leaves it unchanged.
             flat = [grad.reshape(-1).to(dtype) for grad in grads]
         if not outputs:
             return Pending()
@@ -269,11 +271,11 @@ class GradientReducer:
     def advance(self, reduction: Reduction) -> None:
         """Wait for a reduction's stage; issue the next one, or publish the sum.
 
-        The sum over the outer axis is issued here and not with the first one, which it reads: it
-        runs beside what the caller does next.
+        The sum over the outer axis is issued here, since it reads the inner sum; it runs beside
+        what the caller does next.
         """
         is_inner = reduction.stage is Stage.INNER_SUM
-        # Freed before the next stage allocates its target: the two are never alive together.
+        # Free the addends before the next stage allocates its target: never have both in memory.
         self._release_partial(reduction.end_sum())
         if not is_inner or self._outer_group is None:
             self._end_sums(reduction)
@@ -283,9 +285,9 @@ class GradientReducer:
             self._end(reduction)
 
     def abort(self) -> None:
-        """Drop what is not in ``.grad`` yet: unsharded gradients, waiting sums, a reduction."""
+        """Drop all that is not in ``.grad`` yet: unsharded gradients, waiting sums, a reduction."""
         if self._reduction is not None:
-            # The memory of a collective under way must not be freed.
+            # Wait first: the memory of a collective under way must not be freed.
             self._release_partial(self._reduction.discard_sum())
         self._reduction = self._accumulated = self._inner_sum = None
         self._used = [False] * len(self._used)
@@ -294,7 +296,7 @@ class GradientReducer:
             parameter.grad = None
 
     def discard(self, indices: Sequence[int]) -> None:
-        """Drop what is not in ``.grad`` yet of some parameters; no reduction is under way."""
+        """Drop some parameters' sums that are not in ``.grad`` yet; no reduction is under way."""
         for sums in self._waiting_sums():
             for i in indices:
                 sums.tensor(i).zero_()
@@ -307,22 +309,22 @@ class GradientReducer:
         return [sums for sums in (self._accumulated, self._inner_sum) if sums is not None]
 
     def _inner_target(self) -> tuple[DBuffer, bool]:
-        """Return the buffer that the sum over the inner axis goes to, and whether it adds."""
+        """Return the target of the sum over the inner axis, and whether the sum adds to it."""
         if self._outer_group is None:
             return self._sum_target()
-        # Sums over the inner axis wait here for the last microbatch: main gradients of steps before
-        # are complete already and must not be summed over the outer axis again.
+        # Sums over the inner axis wait in a buffer of their own for the last microbatch: the main
+        # gradient may hold complete sums, which must not be summed over the outer axis again.
         is_accumulating = self._inner_sum is not None
         if self._inner_sum is None:
             self._inner_sum = self._buffers.new_inner_sum()
         return self._inner_sum, is_accumulating
 
     def _sum_target(self) -> tuple[DBuffer, bool]:
-        """Return the buffer that the sum over all axes goes to, and whether it adds."""
+        """Return the target of the sum over all axes, and whether the sum adds to it."""
         return self.main_grad.prepare()
 
     def _start_outer_sum(self, reduction: Reduction, outer_group: dist.ProcessGroup) -> None:
-        """Add this rank's shard over the ranks that have the same one, or its piece of it."""
+        """Issue the sum of this rank's shard, or of its piece of it, over the outer axis."""
         target, is_accumulating = self._sum_target()
         # The reduction owns the addends from here on, until the sum has read them.
         inner_sum, self._inner_sum = self._inner_sum, None
@@ -377,7 +379,8 @@ class GradientReducer:
             group=group,
             scale=scale,
             accumulate=accumulate,
-            # On gloo ranks send what they have; an estimate of gloo runs on another backend.
+            # On gloo ranks send gradients in their own dtype. ``sums_in_library`` is asked, not the
+            # backend: an estimate of gloo runs on another one.
             reduce_dtype=self._buffers.dtypes.reduce if self.sums_in_library else addends[0].dtype,
             label=self.label,
             force_sum=self.force_sum,
@@ -389,7 +392,7 @@ class GradientReducer:
         self._publish(reduction)
 
     def _end(self, reduction: Reduction) -> None:
-        # Before users' hooks run on the gradient: one that raises leaves no reduction under way.
+        # End it before users' hooks run on the gradient: if one raises, no reduction is under way.
         reduction.stage, self._reduction = Stage.DONE, None
 
     def _publish(self, reduction: Reduction) -> None:
@@ -397,7 +400,7 @@ class GradientReducer:
         self._used = [False] * len(self._used)
 
     def _new_partial(self, dtype: torch.dtype) -> DBuffer:
-        """Return a full buffer that lives until its reduction; the object is made once a dtype."""
+        """Return a full buffer that lives until its reduction; one object is reused per dtype."""
         buffer = self._released.pop(dtype, None)
         if buffer is None:
             return self._buffers.new(Residence.PARTIAL, dtype, Category.PARTIAL_GRAD)
@@ -405,7 +408,7 @@ class GradientReducer:
         return buffer
 
     def _release_partial(self, addends: DBuffer | None) -> None:
-        """Free the memory of addends; inner sums are freed with their last reference."""
+        """Free the memory of partial addends; inner sums are freed with their last reference."""
         if addends is not None and addends.residence is Residence.PARTIAL:
             addends.storage.release()
             self._released[addends.flat.dtype] = addends
@@ -420,11 +423,11 @@ class GradientReducer:
             if grad is None:
                 missing.append(i)
                 continue
-            # The list has the last reference: the memory is freed as soon as it is packed.
+            # The list then has the last reference: the memory is freed once it is packed.
             parameter.grad = None
             self._used[i] = True
             views.append(all_views[i])
-            if grad.is_sparse:  # As nn.Embedding(sparse=True) makes it.
+            if grad.is_sparse:  # nn.Embedding(sparse=True) makes such gradients.
                 grad = grad.to_dense()
             grads.append(grad if self._model is None else self._model.addend(i, grad))
         return views, grads, missing
@@ -434,7 +437,7 @@ class GradientReducer:
             views, grads, missing = self._take_grads(buffer.full_views())
             if grads:
                 torch._foreach_copy_(views, grads)
-            # The whole buffer is summed and swept by norms: what nothing wrote must be zero.
+            # Sums and norms read the whole buffer, so unwritten elements must be zero.
             for i in missing:
                 buffer.tensor(i).zero_()
             buffer.zero_gaps()

@@ -1,8 +1,8 @@
-"""How the flat buffers of one parameter group are cut, and how they are allocated.
+"""Cut and allocate the flat buffers of one parameter group.
 
 :class:`GroupBuffers` allocates buffers for the group's main weight, gradients and optimizer states;
-:class:`LocalRows` finds each parameter's rows in one. The callers decide what the bytes mean, and
-when they are written and freed.
+:class:`LocalRows` finds each parameter's rows in such a buffer. The callers decide what the bytes
+mean, and when they are written and freed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class GroupBuffers:
 
     Attributes:
         layout: Offsets of the parameters, cut as the main weight is.
-        gathered_layout: The same buffer as the ranks of the inner axis gather and reduce it.
+        gathered_layout: The same buffer, cut as the ranks of the inner axis gather and reduce it.
         axes: Ranks that divide or replicate the group.
         dtypes: Dtypes of the buffers.
-        device: Where buffers lie that are not on the host.
+        device: Device of the buffers that are not on the host.
         ledger: Counts the bytes on the device.
     """
 
@@ -53,7 +53,7 @@ class GroupBuffers:
 
     @property
     def residence(self) -> Residence:
-        """Return what a rank has of the main weight, of its gradient and of its states."""
+        """Return the residence of the main weight, of its gradient and of its states."""
         return Residence.SHARD if self.axes.is_sharded else Residence.REPLICATE
 
     @property
@@ -96,16 +96,16 @@ class GroupBuffers:
     def new_beside_main_weight(
         self, dtype: torch.dtype, category: Category, host: HostMemory | None
     ) -> DBuffer:
-        """Allocate a buffer that is cut as the main weight is, where the main weight lies.
+        """Allocate a buffer next to the main weight, and cut like it.
 
         Args:
             dtype: Its dtype.
-            category: What its bytes are counted as.
-            host: Where the main weight lies on the host; None for the device.
+            category: The category that its bytes are counted in.
+            host: The host memory with the main weight; None for the device.
         """
         if host is None:
             return self.new(self.residence, dtype, category)
-        # One slab for weight and states: pinning memory is slow, and each slab is pinned at once.
+        # Take it from the arena: pinning is slow, and an arena is pinned in one call.
         memory = host.arena.take(self.local_numel, dtype)
         return self._over(memory, category, host.ledger)
 
@@ -118,7 +118,7 @@ class GroupBuffers:
         return DBuffer(
             self.layout,
             self.residence,
-            # A replicated group has no shard; the whole counts as the first.
+            # A replicated group has no shard; its whole buffer counts as the first.
             shard=max(self.axes.shard, 0),
             dtype=memory.dtype,
             device=memory.device,
@@ -132,13 +132,13 @@ class LocalRows:
     """Finds the rows of each parameter that this rank has in a flat buffer.
 
     Args:
-        rows: The rows of each parameter in one such buffer, in local shapes.
+        rows: The rows of each parameter in one example buffer, in local shapes.
         flat: That buffer, 1-D.
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        # torch cuts a buffer without gaps, so each gap is passed as one more tensor. Only sizes
-        # are read of these tensors: they are on the meta device.
+        # split_as() splits a buffer into consecutive tensors, so each gap is one more tensor. It
+        # reads only their sizes: they are on the meta device.
         self._shapes: list[torch.Tensor] = []
         self._places: list[int | None] = [None] * len(rows)
         self._empty_shapes = [own.shape for own in rows if not own.numel()]
@@ -151,8 +151,8 @@ class LocalRows:
                 end = starts[index] + own.numel()
                 self._places[index] = len(self._shapes)
                 self._append(own.shape)
-        # With many ranks most parameters have no rows here. Tensors without elements need no
-        # buffer: they are made once for all of a dtype and device.
+        # With many ranks most parameters have no rows here. Their empty tensors need no buffer, so
+        # they are made once for each dtype and device.
         self._empty: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def _append(self, shape: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class LocalRows:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each parameter in a buffer, in local shapes.
 
-        They alias the buffer, except those without elements, which lie elsewhere.
+        They alias the buffer, except the empty ones.
         """
         key = flat.dtype, flat.device
         if key not in self._empty:

@@ -1,11 +1,12 @@
 """Gradients of parameters that live on the host: summed on the device, then copied to the host.
 
-The sum over ranks lands in a shard on the device. With the last microbatch it is copied into the
-main gradient on the host, or added to what is there, and freed. Sums of the microbatches before
-stay on the device: one copy over the link and one pass over the host's memory a step instead of one
-a microbatch, with the arithmetic of a main gradient on the device. A plain loop, which does not say
-which microbatch is the last, has every backward complete by itself: each is copied and added on the
-host, and no sum stays on the device between backwards, which is the least memory.
+The sum over ranks lands in a shard on the device. In the last microbatch it is copied into the main
+gradient on the host, or added to a gradient that is already there, and then freed. Sums of earlier
+microbatches stay on the device. That takes one copy over the link and one pass over the host's
+memory per step instead of per microbatch, with the same arithmetic as a main gradient on the
+device. In a plain loop, which does not say which microbatch is the last, every backward is complete
+by itself: its sum is copied and added on the host. No sum then stays on the device between
+backwards, which takes the least memory.
 """
 
 from __future__ import annotations
@@ -94,12 +95,13 @@ class HostGradientReducer(GradientReducer):
         self._stream = self._handle.to_host_stream
         # The sum of microbatches so far, on the device.
         self._sum: DBuffer | None = None
-        # The main gradient and what the sum is copied to: the same, or beside it to be added.
+        # The main gradient, and the buffer that the sum is copied to: the same one, or a second one
+        # that the host adds to it.
         self._copy: tuple[DBuffer, DBuffer] | None = None
         self._copied: torch.cuda.Event | None = None
 
     def is_left_over(self, *, is_final: bool) -> bool:
-        """Return whether sums wait, on the device too, that are neither reduced nor copied."""
+        """Return whether sums wait to be reduced, or wait on the device to be copied."""
         has_sum = self._sum is not None and self._reduction is None
         return has_sum or super().is_left_over(is_final=is_final)
 
@@ -111,7 +113,7 @@ class HostGradientReducer(GradientReducer):
             super().advance(reduction)
 
     def abort(self) -> None:
-        """Drop what is not in ``.grad`` yet, on the device and on its way."""
+        """Drop all that is not in ``.grad`` yet, on the device and on its way to the host."""
         # Work queued from here on may take over the memory that the copy still reads.
         self._handle.wait_event(self._copied)
         self._sum = self._copy = self._copied = None
@@ -121,28 +123,29 @@ class HostGradientReducer(GradientReducer):
         return [*super()._waiting_sums(), *([] if self._sum is None else [self._sum])]
 
     def _sum_target(self) -> tuple[DBuffer, bool]:
-        """Return the sum on the device, and whether it has microbatches before this one."""
+        """Return the sum on the device, and whether it already contains earlier microbatches."""
         is_accumulating = self._sum is not None
         if self._sum is None:
             self._sum = self._buffers.new_main_grad()
         return self._sum, is_accumulating
 
     def _end_sums(self, reduction: Reduction) -> None:
-        """Copy a final sum to the host; another one waits on the device for the last microbatch."""
+        """Copy the sum to the host if it is final, else keep it on the device for later."""
         if not reduction.is_final:
             self._end(reduction)
             return
         is_outer = reduction.stage is Stage.OUTER_SUM
         self._start_copy()
         reduction.stage = Stage.HOST_COPY
-        # Only one stage more than the inner sum runs beside the backward, which bounds the memory.
+        # Only one stage after the inner sum runs beside the backward, which bounds the memory:
+        # after an outer sum, wait for the copy here.
         if is_outer:
             self._end_copy(reduction)
 
     def _start_copy(self) -> None:
         """Queue the copy to the host behind the sum."""
         main_grad, is_adding = self.main_grad.prepare()
-        # A copy cannot add: it goes beside the main gradient, and the host adds it later.
+        # A copy cannot add: it goes to a second buffer, which the host adds later.
         target = self._buffers.new_host_grad(self._host) if is_adding else main_grad
         assert self._sum is not None, "the sum was made"
         # The sum is made on the current stream; the copy must not begin before it is complete.
@@ -153,7 +156,7 @@ class HostGradientReducer(GradientReducer):
         self._copied = self._handle.record_event(self._stream, is_blocking=True)
 
     def _end_copy(self, reduction: Reduction) -> None:
-        # The host reads the copy next: streams cannot order that, so the host itself waits.
+        # The host reads the copy next. Streams do not order that, so the host must wait.
         if self._copied is not None:
             self._copied.synchronize()
         assert self._copy is not None, "the copy was begun"

@@ -1,13 +1,14 @@
 """The cast of a main weight that lives on the host, and its copies to the device.
 
-The cast is saved on the host until the main weight changes. So all gathers of a step, in forward,
-backward and every microbatch, cost one cast and half the bytes of the link. Where the compute dtype
-is the main dtype there is no cast, and the main weight itself is copied.
+The cast is kept on the host until the main weight changes. So all gathers of a step, in forward,
+backward and every microbatch, cost one cast and send half the bytes over the link. If the compute
+dtype is the main dtype there is no cast, and the main weight itself is copied.
 
-On CUDA copies run on the device's stream of copies from the host, after what the device was given
-before and beside what it is given next: a unit that is gathered ahead arrives while the unit before
-computes. Collectives that read a copy are issued within :meth:`HostWeight.on_copy_stream`; all else
-waits by :meth:`HostWeight.wait_for_copy`. Which buffers are filled, and when, is decided elsewhere.
+On CUDA copies run on the device's stream of copies from the host: after the work queued before,
+and beside the work queued later. So a unit that is gathered ahead arrives while the unit before it
+computes. Collectives that read a copy are issued within :meth:`HostWeight.on_copy_stream`; all
+other readers wait by :meth:`HostWeight.wait_for_copy`. Which buffers are filled, and when, is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class HostWeight:
 
     Args:
         main_weight: The group's main weight, on the host.
-        dtype: The compute weight's.
-        memory: Where the cast lies.
+        dtype: The compute dtype.
+        memory: Host memory for the cast.
         handle: The device that copies it.
     """
 
@@ -66,10 +67,10 @@ class HostWeight:
         self._is_current = False
 
     def start_encoding(self) -> torch.Tensor | None:
-        """Return the memory of the cast, for a step to fill; None where there is no cast."""
+        """Return the memory of the cast, for a step to fill; None if there is no cast."""
         if self._cast is None:
             return None
-        # The copy under way reads that memory.
+        # A copy under way reads that memory.
         self._wait_for_copy()
         return self._cast.tensor
 
@@ -83,16 +84,17 @@ class HostWeight:
         The copy may be under way on return.
 
         Args:
-            target: The buffer, which lies like the main weight.
+            target: The buffer, which is cut like the main weight.
         """
         source = self._main.flat
         with torch.no_grad():
             if self._cast is not None:
                 source = self._cast.tensor
                 if not self._is_current:
-                    # The copy before may still read the memory that the cast is written to.
+                    # The previous copy may still read the memory that the cast is written to.
                     self._wait_for_copy()
-                    # The caller's thread has one core, and waits for this before its next kernel.
+                    # Use several threads: the caller has one core, and its next kernel waits for
+                    # this cast.
                     with torch_threads(default_host_threads(self._handle.device.type)):
                         source.copy_(self._main.flat)
                     self._is_current = True
@@ -101,21 +103,21 @@ class HostWeight:
 
     @contextlib.contextmanager
     def on_copy_stream(self) -> Iterator[None]:
-        """Queue work after the copy, and beside what the device is given afterwards."""
+        """Queue work on the stream of the copy, beside the work that is queued later elsewhere."""
         # The current stream may still read or free the memory that the copy writes to.
         self._handle.wait_stream(self._stream, self._handle.current_stream())
         with self._handle.use(self._stream):
             yield
-            # Also behind a gather: over one rank it is a copy, which nothing else is waited for.
+            # Record also after a gather: over one rank it is a mere copy that nothing else awaits.
             self._copied = self._handle.record_event()
 
     def wait_for_copy(self) -> None:
         """Make work queued from here on wait for what :meth:`on_copy_stream` has queued.
 
-        Where the main weight itself is copied the host waits too.
+        If the main weight itself is copied, the host waits too.
         """
         self._handle.wait_event(self._copied)
-        # An optimizer may write to the main weight next, on the host, where no stream orders it.
+        # An optimizer may next write to the main weight on the host, which no stream orders.
         if self._is_direct:
             self._wait_for_copy()
 

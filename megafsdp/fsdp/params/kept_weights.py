@@ -1,6 +1,6 @@
-"""What a recipe quantizes of a model and what it leaves as it is, in few words.
+"""Describe briefly which weights of a model a recipe leaves unquantized, and why.
 
-Which weights these are is decided in :mod:`megafsdp.fsdp.eligible`.
+:mod:`megafsdp.fsdp.eligible` decides which weights these are.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from megafsdp.quantize.recipes import QuantizationRecipe
 
 
 def describe_kept(reasons: Mapping[str, str]) -> list[str]:
-    """Return a line for each reason to leave parameters as they are, with their names.
+    """Return one line for each reason to leave parameters unquantized, with their names.
 
-    Numbers in names become ``*``, so that the layers of a model are named once.
+    Numbers in names become ``*``, so that a name stands for all layers of a model.
 
     Args:
-        reasons: By the FQNs of parameters; empty for those that are quantized.
+        reasons: The reason for each parameter, by FQN; empty for those that are quantized.
     """
     names: dict[str, list[str]] = {}
     for fqn, reason in reasons.items():
@@ -27,7 +27,7 @@ def describe_kept(reasons: Mapping[str, str]) -> list[str]:
 
 
 def in_all_layers(names: Iterable[str]) -> list[str]:
-    """Return names with ``*`` for each number, each once."""
+    """Return names with ``*`` for each number, without duplicates."""
     split = (name.split(".") for name in names)
     joined = (".".join("*" if part.isdecimal() else part for part in parts) for parts in split)
     return list(dict.fromkeys(joined))
@@ -39,12 +39,12 @@ def check_any_is_quantized(
     """Check that the recipes of a model's units quantize something of it.
 
     Args:
-        recipes: Those of the units; none if nothing is to be quantized.
-        reasons: As for :func:`describe_kept`, of every parameter.
+        recipes: The recipes of the units; none if nothing is to be quantized.
+        reasons: As for :func:`describe_kept`, for every parameter.
         where: The call, for the message.
 
     Raises:
-        ConfigError: They leave all as it is; lists what there is.
+        ConfigError: They leave all parameters unquantized; the message lists these.
     """
     names = sorted({recipe.name for recipe in recipes})
     if names and reasons and all(reasons.values()):

@@ -1,14 +1,13 @@
-"""The main gradient of a parameter group: the sum over ranks, and ``.grad`` that shows it.
+"""The main gradient of a parameter group: the sum over ranks, and the ``.grad`` that show it.
 
 The sum lies in one flat buffer, cut as the main weight is. ``.grad`` of each sharded parameter is a
 :class:`FlatGradient`, a DTensor over the parameter's rows in that buffer. The published gradients
 own the buffer: it is freed with the last of them, so ``zero_grad()`` frees it, and a gradient that
-the user keeps stays valid. This file does not sum anything: that is
-:mod:`megafsdp.fsdp.params.gradient_reducer`.
+the user keeps stays valid. The sums are made in :mod:`megafsdp.fsdp.params.gradient_reducer`.
 
-``.grad`` of a parameter that no rank used stays None, as in a single process; one that another rank
-used gets ``.grad`` here too. A rank that used it publishes at once. The others read it from one
-small exchange at the end of the backward; until then the state of their sum is UNDECIDED.
+``.grad`` of a parameter that no rank used stays None, as in a single process. If any rank used it,
+all ranks get ``.grad``. A rank that used it publishes at once. The other ranks learn of the use
+from one small exchange at the end of the backward; until then the state of their sum is UNDECIDED.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from megafsdp.fsdp.params.group_buffers import LocalRows
 
 
 class FlatGradient:
-    """A gradient whose rows lie in a flat main gradient: a DTensor with two attributes more.
+    """A gradient whose rows lie in a flat main gradient: a DTensor with two more attributes.
 
-    Only the published object is one, also after in-place changes. Operations, copies and
-    pickles give tensors that lie elsewhere, of the class without the attributes.
+    Only the published object is of this class, and stays so after in-place changes. Operations,
+    copies and pickles give tensors that lie elsewhere, of the class without the attributes.
 
     Attributes:
         buffer: The flat main gradient. It is cut as the main weight is, and its gaps are zero.
@@ -46,14 +45,14 @@ class FlatGradient:
     index: int
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
-        """Copy the rows alone, not the buffer."""
+        """Copy only the rows, not the buffer."""
         assert isinstance(self, torch.Tensor), "a mixin of tensors"
         copied: torch.Tensor = copy.deepcopy(_without_buffer(self), memo)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the rows alone, not the buffer, as the pickler treats the class without it."""
+        """Pickle only the rows, as a tensor of the class without the buffer."""
         assert isinstance(self, torch.Tensor), "a mixin of tensors"
         return _itself, (_without_buffer(self),)
 
@@ -83,8 +82,8 @@ def _itself(grad: torch.Tensor) -> torch.Tensor:
 
 
 def common_buffer(grads: Sequence[torch.Tensor | None], indices: list[int]) -> DBuffer | None:
-    """Return the main gradient in which all gradients lie at these indices; None without one."""
-    # In bulk: an optimizer asks for hundreds of parameters in each step.
+    """Return the main gradient in which the gradients lie at these indices; None if they do not."""
+    # Check all at once: an optimizer asks for hundreds of parameters in each step.
     if not _ARE_FLAT.issuperset(map(type, grads)):
         return None
     buffers = [grad.buffer for grad in grads]  # type: ignore[union-attr]
@@ -97,7 +96,7 @@ class EarlyStepListener(Protocol):
     """Steps a group's main weight, perhaps before ``step()`` is called on the optimizer."""
 
     def grads_are_final(self, grads: torch.Tensor) -> None:
-        """Begin the step: all gradients are published, and no sum is added before ``step()``.
+        """Begin the step: all gradients are published, and no sum will be added before ``step()``.
 
         Args:
             grads: The flat main gradient, cut as the main weight is.
@@ -107,14 +106,14 @@ class EarlyStepListener(Protocol):
         """Stop reading gradients: another sum is about to be added to them."""
 
     def cancel(self) -> None:
-        """Drop what was begun: the main weight is about to be read or written."""
+        """Cancel a step that was begun: the main weight is about to be read or written."""
 
 
 class _GradState(Enum):
-    """What the main gradient has for one parameter."""
+    """The state of one parameter's gradient in the main gradient."""
 
     EMPTY = "empty"  # Nothing: the next sum overwrites it.
-    UNDECIDED = "undecided"  # A sum to which perhaps no rank contributed; .grad is None.
+    UNDECIDED = "undecided"  # A sum to which possibly no rank contributed; .grad is None.
     PUBLISHED = "published"  # A sum that .grad shows.
 
 
@@ -126,7 +125,7 @@ class MainGradient:
 
     Args:
         parameters: The sharded parameters.
-        rows: Where their rows lie in a buffer.
+        rows: Finds their rows in a buffer.
         new_buffer: Allocates a main gradient.
     """
 
@@ -144,7 +143,7 @@ class MainGradient:
         self._buffer: weakref.ref[DBuffer] | None = None
         self._published: list[weakref.ref[torch.Tensor] | None] = [None] * len(parameters)
         self._states = [_GradState.EMPTY] * len(parameters)
-        # From prepare() until nothing is undecided; no published gradient may own the buffer yet.
+        # Set from prepare() until nothing is undecided: no published gradient owns the buffer yet.
         self._unpublished: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of the unpublished buffer.
         self._wrappers: list[Callable[[torch.Tensor], DTensor]] = []  # Made with the first views.
@@ -162,13 +161,13 @@ class MainGradient:
         return _GradState.UNDECIDED in self._states
 
     def usage(self) -> list[bool]:
-        """Tell for each parameter whether this rank has published its ``.grad``."""
+        """Return for each parameter whether this rank has published its ``.grad``."""
         return [state is _GradState.PUBLISHED for state in self._states]
 
     def prepare(self) -> tuple[DBuffer, bool]:
         """Return the buffer, ready for a sum, and whether the sum adds to it; local.
 
-        Once the user has cleared every ``.grad`` a fresh buffer is made, so that references to the
+        If the user has cleared every ``.grad``, a fresh buffer is made, so that references to the
         old gradients stay valid.
         """
         grads = [p.grad for p in self.parameters]
@@ -187,7 +186,7 @@ class MainGradient:
             return buffer, False
         if self.listener is not None:
             self.listener.grads_will_change()
-        # Sums are written by address, which torch does not count.
+        # Kernels write the sums by address, and torch does not count such writes.
         torch.autograd.graph.increment_version(buffer.flat)
         with torch.no_grad():
             for i, grad in enumerate(grads):
@@ -202,10 +201,10 @@ class MainGradient:
         return buffer, True
 
     def adopt_grads(self) -> DBuffer | None:
-        """Return the buffer with every ``.grad`` in it; None without one; local.
+        """Return the buffer with every ``.grad`` in it; None if there is no ``.grad``; local.
 
-        Those that the user assigned are moved there, so that a change of the buffer is one of them.
-        Rows of a parameter without a gradient are zero.
+        Gradients that the user assigned are moved there, so that they change with the buffer. Rows
+        of a parameter without a gradient are zero.
         """
         grads = [p.grad for p in self.parameters]
         found = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
@@ -213,7 +212,7 @@ class MainGradient:
             return None
         moved = [i for i, grad in found if not self._is_published(i, grad)]
         if moved:
-            # It makes a buffer where no backward has, and copies into it.
+            # This makes a buffer if no backward has, and copies these gradients into it.
             self.prepare()
             for i in moved:
                 self._show(i)
@@ -223,7 +222,7 @@ class MainGradient:
         with torch.no_grad():
             for i, grad in enumerate(grads):
                 if grad is None:
-                    # The whole is stepped, with what a cleared gradient left here.
+                    # The whole buffer is stepped: remove what a cleared gradient left in it.
                     buffer.tensor(i).zero_()
         return buffer
 
@@ -237,7 +236,7 @@ class MainGradient:
         self._optimizer_may_start = optimizer_may_start
         for i, parameter in enumerate(self.parameters):
             if not (parameter.requires_grad or used[i]):
-                continue  # A gradient of before it was frozen is shown.
+                continue  # Frozen: a gradient from before stays shown.
             if used[i] or self._states[i] is _GradState.PUBLISHED:
                 self._publish(i)
             else:
@@ -245,7 +244,7 @@ class MainGradient:
         self._end_if_decided()
 
     def resolve_usage(self, is_used_anywhere: Sequence[bool]) -> None:
-        """Publish undecided sums to which another rank contributed, drop the others; local."""
+        """Publish the undecided sums to which another rank contributed, drop the rest; local."""
         for i, state in enumerate(self._states):
             if state is _GradState.UNDECIDED:
                 if is_used_anywhere[i]:
@@ -255,25 +254,25 @@ class MainGradient:
         self._end_if_decided()
 
     def abort(self) -> None:
-        """Drop what is not published."""
+        """Drop the sums that are not published."""
         self._unpublished, self._views, self._before = None, [], []
         published = _GradState.PUBLISHED
         self._states = [s if s is published else _GradState.EMPTY for s in self._states]
 
     def discard(self, indices: Sequence[int]) -> None:
-        """Drop what is not published of some parameters."""
+        """Drop some parameters' sums that are not published."""
         for i in indices:
             if self._states[i] is _GradState.UNDECIDED:
                 self._states[i] = _GradState.EMPTY
         self._end_if_decided()
 
     def _follow_user(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Find which ``.grad`` the user has cleared: their states are EMPTY from here on."""
+        """Find which ``.grad`` the user has cleared, and set their states to EMPTY."""
         shown = [i for i, state in enumerate(self._states) if state is _GradState.PUBLISHED]
         cleared = [i for i in shown if grads[i] is None]
         for i in cleared:
             self._states[i] = _GradState.EMPTY
-        # The user cleared all that was shown: undecided sums of the same step go with it.
+        # If the user cleared all that was shown, drop undecided sums of the same step too.
         if cleared and len(cleared) == len(shown):
             self._states = [_GradState.EMPTY] * len(self._states)
 
@@ -285,7 +284,7 @@ class MainGradient:
         self._show(index)
         self._states[index] = _GradState.PUBLISHED
         parameter = self.parameters[index]
-        # Autograd never reaches sharded parameters: it would call these hooks otherwise.
+        # Autograd, which would call these hooks, never reaches sharded parameters.
         for hook in post_accumulate_hooks(parameter):
             hook(parameter)
 
@@ -296,21 +295,21 @@ class MainGradient:
         if shown is None or not self._is_published(index, shown):
             buffer = self._unpublished
             assert buffer is not None, "the sum was made"
-            # All views at once, and only if a gradient object is to be made.
+            # Make all views at once, and only if a gradient object must be made.
             if not self._views:
                 self._views = self._rows.views(buffer.flat)
                 self._wrappers = self._wrappers or self._new_wrappers(buffer.flat)
             if shown is not None and shown is not self._before[index]:
-                # Autograd made it while the sum was under way, of a loss on the parameter itself.
+                # Autograd made it while the sum was under way: a loss reads the parameter itself.
                 self._views[index].view(-1).add_(local_tensor(shown).reshape(-1))
             grad: Any = self._wrappers[index](self._views[index])
             grad.buffer, grad.index = buffer, index
-            # Weak: what the user clears must be freed, and found to be cleared.
+            # A weak reference: a gradient that the user clears must be freed, and be seen as gone.
             self._published[index] = weakref.ref(grad)
             parameter.grad = grad
 
     def _new_wrappers(self, flat: torch.Tensor) -> list[Callable[[torch.Tensor], DTensor]]:
-        """Return what wraps each parameter's rows of a buffer as its gradient."""
+        """Return for each parameter a function that wraps its rows of a buffer as its gradient."""
         wrappers = []
         for parameter in self.parameters:
             assert isinstance(parameter, DTensor), "parameters are sharded or replicated"
@@ -320,10 +319,10 @@ class MainGradient:
         return wrappers
 
     def _end_if_decided(self) -> None:
-        """Leave the buffer to the published gradients, unless some are undecided."""
+        """Leave the buffer to the published gradients, unless a sum is undecided."""
         if self.has_undecided:
             return
         buffer, self._unpublished, self._views, self._before = self._unpublished, None, [], []
-        # The listener may begin on another thread at once: nothing here touches the sum after it.
+        # This comes last: the listener may start on another thread and read the sum at once.
         if self._optimizer_may_start and self.listener is not None and buffer is not None:
             self.listener.grads_are_final(buffer.flat)

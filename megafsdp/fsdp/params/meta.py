@@ -1,9 +1,9 @@
-"""Parameters and buffers without values: those that came on the meta device.
+"""Keep track of parameters and buffers that came on the meta device and have no values yet.
 
-The sharded parameters of units lie in flat buffers from the start; of each it is recorded whether
+The sharded parameters of units lie in flat buffers from the start; a mark on each records whether
 it has values. Buffers, and parameters outside of units, are replaced by tensors with memory. These
-are full of NaN (bytes of 0x7F where the dtype has no NaN), so a look at one shows whether it was
-written. Whatever needs values is refused while something has none.
+are full of NaN (bytes of 0x7F if the dtype has no NaN), so their content shows whether they were
+written. Operations that need values are refused while any tensor has none.
 
 Values come from :mod:`megafsdp.fsdp.materialize` and from loads, not from here.
 """
@@ -27,8 +27,8 @@ from megafsdp.mesh.annotation import copy_annotation
 def mark_initialized(
     groups: Iterable[ParameterGroup], parameters: Iterable[torch.Tensor] | None = None
 ) -> None:
-    """Note that sharded parameters of groups have values: those given, or all; local."""
-    # By id: comparing DTensors compares their elements.
+    """Note that the given sharded parameters of groups, or all, have values; local."""
+    # Compare ids: comparing DTensors compares their elements.
     given = None if parameters is None else {id(parameter) for parameter in parameters}
     for group in groups:
         for record in group.parameters:
@@ -42,7 +42,7 @@ def device_of(groups: Sequence[ParameterGroup]) -> torch.device:
 
 
 def uninitialized_names(module: nn.Module) -> list[str]:
-    """Return the FQNs of what has no values below a module at rest; local."""
+    """Return the FQNs of parameters and buffers without values below a module at rest; local."""
     parameters = list(module.named_parameters())
     groups = {group for _, p in parameters if (group := group_of(p)) is not None}
     # On a mesh of meta devices, a dry run, no tensor ever has values.
@@ -55,19 +55,19 @@ def uninitialized_names(module: nn.Module) -> list[str]:
 def _is_without_values(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, DTensor):
         return is_unwritten(tensor)
-    # A write through .data is counted on neither; it leaves a plain tensor filled.
+    # torch counts no write through .data, so look at the content of a plain tensor, too.
     return tensor.is_meta or (is_unwritten(tensor) and not is_filled(tensor))
 
 
 def require_initialized(modules: Iterable[nn.Module], *, where: str) -> None:
-    """Refuse parameters and buffers without values; local, alike on ranks of the same history.
+    """Refuse parameters and buffers without values; local, alike on ranks with the same history.
 
     Args:
-        modules: What has to have values, at rest.
-        where: What needs them.
+        modules: Modules, at rest, that must have values.
+        where: The call that needs them, for the message.
 
     Raises:
-        RuntimeError: Something has none.
+        RuntimeError: A parameter or buffer has no values.
     """
     missing = [name for module in modules for name in uninitialized_names(module)]
     if missing:
@@ -89,7 +89,7 @@ def quote(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PlainTensor:
-    """A buffer, or a parameter outside of units, where it was found.
+    """A buffer, or a parameter outside of units, and its place.
 
     Attributes:
         name: FQN within the model.
@@ -104,13 +104,13 @@ class PlainTensor:
     original: torch.Tensor
 
     def give_memory(self, made: dict[int, torch.Tensor], device: torch.device) -> None:
-        """Replace the meta tensor, unless that was done, by an unfilled one.
+        """Replace the meta tensor by an unfilled one, unless that was done already.
 
         Args:
-            made: The replacements by the id of the meta tensor, so that ties stay; grows.
-            device: Where the memory is wanted.
+            made: The replacements by the id of the meta tensor, which keep ties; extended here.
+            device: The device for the memory.
         """
-        # Otherwise an initialiser has replaced it, or a shared module is visited once more.
+        # If not, an initialiser has replaced it, or a shared module is visited again.
         if getattr(self.module, self.attribute) is self.original:
             key = id(self.original)
             if key not in made:
@@ -118,25 +118,25 @@ class PlainTensor:
             setattr(self.module, self.attribute, made[key])
 
     def is_filled(self) -> bool:
-        """Return whether the tensor in its place in the module was written."""
+        """Return whether the tensor that is now in its place was written."""
         tensor = getattr(self.module, self.attribute, None)
         if not isinstance(tensor, torch.Tensor):
             return True
         return not tensor.is_meta and is_filled(tensor)
 
     def restore(self, values: torch.Tensor | None = None) -> None:
-        """Put the tensor that was found back, with values if they are given."""
+        """Put back the tensor that was found, with values if they are given."""
         if values is not None:
             self.original.copy_(values)
         setattr(self.module, self.attribute, self.original)
 
 
 def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[PlainTensor]]:
-    """Return the plain tensors of the modules below a model, with values or not, by module id."""
+    """Return the plain tensors below a model, without values or with them, by module id."""
     found: dict[int, list[PlainTensor]] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            # DTensors are sharded parameters here: they have memory.
+            # DTensors here are sharded parameters, which have memory.
             if tensor is None or isinstance(tensor, DTensor):
                 continue
             if _is_without_values(tensor) == is_meta:
@@ -149,14 +149,14 @@ def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[Pla
 def give_memory_to_meta_tensors(
     model: nn.Module, device: torch.device, *, is_wanted: Callable[[str], bool]
 ) -> None:
-    """Replace the meta tensors of some names by unfilled ones, for values to be copied into.
+    """Replace the meta tensors with some names by unfilled ones, into which values are copied.
 
     Args:
-        model: The module that they are below.
-        device: Where the memory is wanted.
-        is_wanted: Returns whether a name within ``model`` is one of them.
+        model: The module that contains them.
+        device: The device for the memory.
+        is_wanted: Returns whether to replace the tensor with an FQN in ``model``.
     """
-    # Across modules: tied tensors get one replacement.
+    # One dict for all modules: tied tensors get one replacement.
     made: dict[int, torch.Tensor] = {}
     for items in find_plain_tensors(model, is_meta=True).values():
         for item in items:
@@ -169,12 +169,12 @@ def give_memory_as(
 ) -> None:
     """Do what ``to_empty()`` does: give meta tensors memory without values; local.
 
-    Sharded parameters have theirs, and are no longer shown as meta tensors.
+    Sharded parameters have memory already; they only stop being shown as meta tensors.
 
     Args:
         module: The module on which ``_apply()`` was called.
-        fn: Makes memory for a tensor, where ``to_empty()`` wants it.
-        recurse: Whether modules below are meant too.
+        fn: Makes memory for a tensor on the device given to ``to_empty()``.
+        recurse: Whether to include the modules below.
     """
     for parameter in module.parameters(recurse=recurse):
         if isinstance(parameter, DTensor) and is_unwritten(parameter):
@@ -187,20 +187,20 @@ def give_memory_as(
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy what users wrote on a tensor."""
+    """Copy the attributes that users set on a tensor."""
     for name, value in vars(source).items():
-        # Ours belong to the one tensor: its group, and where its rows lie.
+        # Our own attributes belong to one tensor: its group, and the place of its rows.
         if not name.startswith(("_megafsdp", "_uneven_layout")):
             setattr(target, name, value)
 
 
 def is_filled(tensor: torch.Tensor) -> bool:
-    """Return whether no NaN is left or, where the dtype has none, any byte was written."""
+    """Return whether no NaN is left or, if the dtype has no NaN, any byte was written."""
     if tensor.numel() == 0:
         return True
     if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
         return not bool(tensor.isnan().any())
-    # Bytes are compared: FP8 and integers have no NaN that says they were not written.
+    # Compare bytes: FP8 and integers have no NaN that could mark unwritten elements.
     untouched = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     poison(untouched)
     as_bytes = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

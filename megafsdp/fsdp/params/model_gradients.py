@@ -1,8 +1,8 @@
-"""Gradients of what a model axis cuts or repeats: each rank's addend, and their sum over the axis.
+"""Gradients of parameters on a model axis: each rank's addend, and their sum over the axis.
 
-Of a parameter that the axis cuts, each rank computes the gradient of its own part. Of one that all
-ranks of the axis have, it depends on what computed it: equal on all ranks, or of this rank's share
-of the activations alone, hence an addend (under sequence parallelism; norms, biases of row-parallel
+If the axis cuts a parameter, each rank computes the gradient of its own part. If all ranks of the
+axis have the parameter, its layer decides: the gradient is equal on all ranks, or each rank's is an
+addend from its share of the activations (under sequence parallelism: norms, biases of row-parallel
 layers). The addends of all such parameters of a group are summed in one all-reduce, before the
 group's reduction over the data axes reads the packed gradients::
 
@@ -27,11 +27,11 @@ from megafsdp.mesh.torch_private import local_of
 
 
 class ModelGradients:
-    """Takes this rank's addends off the gradients of one group, and sums them over its model axis.
+    """Takes this rank's addends from the gradients of one group, and sums them over a model axis.
 
     Args:
         mesh: The model axis.
-        placements: Where the axis puts each parameter of the group.
+        placements: How the axis places each parameter of the group.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[ModelPlacement]) -> None:
@@ -46,13 +46,13 @@ class ModelGradients:
         return bool(self._summed) and self._group.size() > 1
 
     def addend(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to the sum for a parameter, of the shape of its part.
+        """Return this rank's addend for a parameter, in the shape of its part.
 
-        Local, but for gradients that torch's layers leave in another placement than that of their
-        parameter: then a collective over the model axis, as FSDP2 issues it too.
+        Local, unless torch's layers leave the gradient in another placement than the parameter's:
+        then a collective over the model axis, which FSDP2 issues too.
 
         Args:
-            index: Of the parameter.
+            index: Index of the parameter.
             grad: Its gradient, as autograd left it.
         """
         if not isinstance(grad, DTensor):
@@ -67,22 +67,21 @@ class ModelGradients:
             return _settled(grad)
         if not placement.is_replicate():
             grad = grad.redistribute(placements=[Replicate()])
-        # All ranks have the whole of it, and it counts once.
+        # All ranks have the whole gradient, which counts once: the first rank adds it.
         local = _settled(grad)
         return local if self._is_first else torch.zeros_like(local)
 
     def sum_over_axis(self, packed: DBuffer, dtype: torch.dtype, label: str) -> None:
         """Replace addends in a packed buffer by their sums over the axis; one all-reduce.
 
-        It allocates a buffer of their size, for the time of the call, and is queued on the current
-        stream.
+        During the call it allocates a buffer of their size. It is queued on the current stream.
 
         Args:
             packed: The group's partial gradients.
             dtype: Dtype of the sum.
             label: FQN of the unit, for counters and profilers.
         """
-        # The same on all ranks, and in each backward: what autograd left does not count.
+        # This is the same on all ranks and in each backward, whatever gradients autograd left.
         if not self.has_sums:
             return
         addends = [packed.tensor(index) for index in self._summed]
@@ -93,7 +92,7 @@ class ModelGradients:
 
 
 def _settled(grad: DTensor) -> torch.Tensor:
-    """Return the local tensor of a gradient, which a collective may still be about to write."""
+    """Return the local tensor of a gradient, after any collective that still writes it."""
     local = local_of(grad)
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()

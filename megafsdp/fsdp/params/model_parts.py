@@ -1,8 +1,8 @@
-"""What a rank of a model axis has of each parameter, as the DTensors that come in say it.
+"""Read from incoming DTensors which part of each parameter a rank of a model axis has.
 
 Tensor parallelism (or expert parallelism, of stacks) has cut a model before it is sharded: its
-parameters are DTensors over a mesh of one axis, the *model axis*. Data parallelism then cuts the
-part that a rank has, and never looks beyond it::
+parameters are DTensors over a mesh of one axis, the *model axis*. Data parallelism then cuts only
+the part that a rank has::
 
     weight (8, 4), cut on dim 0 by tp 2, then by dp 2      tp 0        tp 1
     part of a tp rank                                      rows 0-3    rows 4-7
@@ -10,8 +10,8 @@ part that a rank has, and never looks beyond it::
     main weight of dp 1                                    rows 2-3    rows 6-7
 
 A :class:`ModelPlacement` says what the part is, in which form forward and backward see it, and
-whether the gradients of the ranks of the axis are addends of one sum. What cannot be right is
-refused when it is read, before anything is changed. Sums over the axis are made in
+whether the gradients of the axis's ranks are addends of one sum. Placements that cannot be right
+are refused when they are read, before anything is changed. The sums over the axis are made in
 :mod:`megafsdp.fsdp.params.model_gradients`.
 """
 
@@ -40,15 +40,15 @@ _COMPUTES_ON_PART = "computes_on_part"
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where a model axis puts one parameter, and what this rank does with it.
+    """How a model axis places one parameter, and what this rank does with it.
 
     Attributes:
-        part: What this rank has of the parameter.
+        part: This rank's part of the parameter.
         mesh: The model axis; None without one.
         placement: How the axis cuts the parameter; None without one.
-        is_dtensor: Whether forward and backward see a DTensor over the axis, as the layers of
-            torch's ``parallelize_module`` need it, and not the plain part.
-        is_summed: Whether the gradients of the ranks of the axis are addends of one sum.
+        is_dtensor: Whether forward and backward see a DTensor over the axis, which the layers of
+            torch's ``parallelize_module`` need, instead of the plain part.
+        is_summed: Whether the gradients of the axis's ranks are addends of one sum.
     """
 
     part: ModelPart
@@ -58,7 +58,7 @@ class ModelPlacement:
     is_summed: bool = False
 
     def face(self, full: torch.Tensor) -> torch.Tensor:
-        """Return what forward and backward see of the gathered part; aliases it."""
+        """Return the form of the gathered part that forward and backward see; aliases it."""
         if not self.is_dtensor:
             return full
         assert self.mesh is not None and self.placement is not None, "it came as a DTensor"
@@ -66,11 +66,11 @@ class ModelPlacement:
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the tensor-parallel axis beside a mesh that was sliced from one; None without it."""
+    """Return the tensor-parallel axis of the mesh from which this one was sliced, or None."""
     root = None if mesh is None else root_of(mesh)
     if mesh is None or root is None or TP not in (root.mesh_dim_names or ()):
         return None
-    # Flattened over that axis too, the mesh divides among its ranks, and nothing is repeated.
+    # A mesh that was flattened over this axis too divides among its ranks, and repeats nothing.
     is_beside = len(_common_ranks(mesh, root[TP])) == 1
     return root[TP] if is_beside and root[TP].size() > 1 else None
 
@@ -82,7 +82,7 @@ def _common_ranks(mesh: DeviceMesh, other: DeviceMesh) -> set[int]:
 def plain_placement(
     name: str, parameter: torch.Tensor, model_mesh: DeviceMesh | None = None
 ) -> ModelPlacement:
-    """Return the placement of a plain parameter, which all ranks of the model axis have whole.
+    """Return the placement of a plain parameter, which is whole on all ranks of the model axis.
 
     Args:
         name: Its FQN, for messages.
@@ -117,19 +117,19 @@ def read_placement(
     Args:
         name: Its FQN, for messages.
         parameter: The parameter.
-        owners: The modules that have it.
+        owners: The modules that own it.
         data_mesh: The mesh of :func:`fully_shard` that divides it.
 
     Raises:
-        ValueError: It is a sum that is still to be made, or its mesh shares more ranks with the
-            data mesh than this one, is without this rank, or of another device.
+        ValueError: It is a partial sum, or its mesh shares more ranks than this one with the data
+            mesh, lacks this rank, or is on another device.
         NotImplementedError: It is cut by a mesh of several axes, or was sharded before.
     """
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     _check_mesh(name, parameter, data_mesh)
     _check_placement(name, parameter)
     dim, annotation = cut_dim(placement), annotation_of(parameter)
-    # torch's DTensors are cut as torch.chunk cuts; a layer that declares the cut has made it.
+    # torch cuts DTensors as torch.chunk does; a layer that declares a fused cut made it itself.
     fused = annotation.fused if dim is not None and annotation.tp_dim == dim else None
     part = part_of(tuple(parameter.shape), dim, mesh.size(), mesh.get_local_rank(), fused)
     _check_local(name, parameter, part)
@@ -139,8 +139,8 @@ def read_placement(
         mesh,
         placement,
         is_dtensor=is_dtensor,
-        # What torch's layers compute decides, in each backward, whether the gradient of a
-        # replicated parameter is a sum. Ranks could not agree on that without an exchange.
+        # With torch's layers each backward decides anew whether the gradient of a replicated
+        # parameter is a sum. Ranks cannot agree on that without an exchange, so always sum.
         is_summed=dim is None and (is_dtensor or annotation.sums_over_tp),
     )
 
@@ -152,12 +152,12 @@ def check_expert(
 
     Args:
         name: Its FQN, for messages.
-        parameter: The parameter, of whatever kind.
+        parameter: The parameter, of any kind.
         mesh: The mesh of :func:`fully_shard`; None for all ranks.
-        expert_mesh: That of experts; None for the same one.
+        expert_mesh: The mesh of experts; None for ``mesh``.
 
     Raises:
-        ValueError: Experts are shared out, and the mesh has ranks with other ones.
+        ValueError: Experts are shared out, and some ranks of the mesh have other experts.
     """
     annotation = annotation_of(parameter)
     if not annotation.is_expert or not dist.is_initialized():
@@ -179,7 +179,7 @@ def check_expert(
     num_ranks = dist.get_world_size()
     own_mesh = mesh if expert_mesh is None else expert_mesh
     size = num_ranks if own_mesh is None else own_mesh.size()
-    # Ranks that have all experts among them have this rank's experts once.
+    # Each set of ranks that together have all experts has this rank's experts once.
     if size * experts.total > num_ranks * experts.count:
         raise ValueError(
             expected(
@@ -207,14 +207,14 @@ def check_expert_ranks(
         model_mesh: The model axis of the other parameters; None if it is not known.
 
     Raises:
-        ValueError: They are on others.
+        ValueError: They are on other ranks.
     """
     mesh, expert_mesh = meshes
     ep_mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     found = _ranks_of(expert_mesh, ep_mesh)
     root = None if mesh is None else root_of(mesh)
     wanted, most = _ranks_of(mesh, model_mesh), _ranks_of(root, None)
-    # A unit of experts alone does not say over which axis the others' parameters are cut.
+    # A unit of experts alone does not show the model axis of the other parameters.
     is_beside_unknown = model_mesh is None and wanted <= found <= most
     if found != wanted and not is_beside_unknown:
         raise ValueError(
@@ -229,7 +229,7 @@ def check_expert_ranks(
 
 
 def _ranks_of(mesh: DeviceMesh | None, other: DeviceMesh | None) -> set[int]:
-    """Return the ranks of two meshes with this one in common, beside each other."""
+    """Return the ranks of the grid that two meshes span, which have this rank in common."""
     if mesh is None:
         return set(range(dist.get_world_size()))
     ranks = mesh.mesh.flatten()
@@ -260,7 +260,7 @@ def _check_mesh(name: str, parameter: DTensor, data_mesh: DeviceMesh) -> None:
             )
         )
     common = _common_ranks(mesh, data_mesh)
-    # An axis of one rank shares no more than that with any mesh, but cannot be two axes of one.
+    # A one-rank axis shares only this rank with any mesh, but a mesh cannot have one axis twice.
     names = set(mesh.mesh_dim_names or ()) & set(data_mesh.mesh_dim_names or ())
     if len(common) > 1 or names or mesh == data_mesh:
         is_expert = annotation_of(parameter).is_expert
@@ -288,7 +288,7 @@ def _check_placement(name: str, parameter: DTensor) -> None:
                 hint="Call redistribute(placements=[Replicate()]) on it before fully_shard()",
             )
         )
-    # By class: a strided shard is a subclass of Shard in some versions of torch.
+    # Compare classes: a strided shard is a subclass of Shard in some versions of torch.
     if type(placement) not in (Shard, Replicate):
         raise NotImplementedError(
             expected(

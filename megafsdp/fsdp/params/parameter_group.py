@@ -1,9 +1,9 @@
 """The parameters of a unit that share a dtype and one collective, and their flat buffers.
 
-A group owns both forms of each of its parameters. The *sharded* parameter is a DTensor over the
-main weight buffer, which the optimizer sees; the *unsharded* parameter is a view of the buffer that
-the all-gather fills, which forward and backward see: a plain full tensor, or this rank's part of a
-parameter that a model axis cuts. Both objects are made once.
+A group owns both forms of each of its parameters. The optimizer sees the *sharded* parameter, a
+DTensor over the main weight buffer. Forward and backward see the *unsharded* parameter, a view of
+the buffer that the all-gather fills: a plain full tensor, or this rank's part of a parameter that a
+model axis cuts. Both objects are made once.
 
 =============  ==========================  ==================  =============================
 buffer         sharded group (ZeRO-1..3)   divided (HFSDP)     replicated group (no_shard)
@@ -20,13 +20,13 @@ main grad      1/N; ZeRO-1: after the      1/(N M); 1/N while  full
                last microbatch             microbatches add
 =============  ==========================  ==================  =============================
 
-Where the policy puts parameters on the host, main weight and main grad are there, in the same
-lengths, and the replicated group's main weight is never the unsharded one.
+If the policy puts parameters on the host, main weight and main grad are there, in the same lengths,
+and a replicated group's main weight is never also the unsharded one.
 
-Each group has its own ranks and collectives; its unit only calls it together with the others. The
-compute weight's buffers are made in :mod:`megafsdp.fsdp.params.gathered_weight`, sums of gradients
-in :mod:`megafsdp.fsdp.params.gradient_reducer`. When to gather and to reduce is decided in
-:mod:`megafsdp.fsdp.runtime.schedule`.
+Each group has its own ranks and collectives; a unit only calls its groups together. The compute
+weight's buffers are made in :mod:`megafsdp.fsdp.params.gathered_weight`, sums of gradients in
+:mod:`megafsdp.fsdp.params.gradient_reducer`. :mod:`megafsdp.fsdp.runtime.schedule` decides when to
+gather and to reduce.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class ManagedParameter:
     Attributes:
         name: FQN within the unit, for messages.
         owners: Modules that own it, with the attribute names; several if it is tied.
-        shape: Its full shape, of all parts of a model axis together.
-        model: What this rank of the model axis has of it.
+        shape: Its full shape, with all parts of a model axis.
+        model: Its placement on the model axis, with this rank's part.
         dtype: The dtype in which it is initialised.
-        kept_because: Why a recipe leaves it as it is; empty if it is quantized, or without one.
-        sharded: What the optimizer sees.
-        unsharded: What forward and backward see.
-        unfreezes: Whether a gradient unfreezes ``unsharded``, which was frozen since it was made.
+        kept_because: Why a recipe leaves it unquantized; empty if quantized, or without a recipe.
+        sharded: The form that the optimizer sees.
+        unsharded: The form that forward and backward see.
+        unfreezes: Whether ``unsharded`` has a hook that unfreezes it when a gradient arrives.
     """
 
     name: str
@@ -99,18 +99,18 @@ class ManagedParameter:
     unfreezes: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        """Take it for one without a model axis."""
+        """Assume no model axis until it is placed on one."""
         self.model = ModelPlacement(whole_part(tuple(self.shape)))
 
     @property
     def spec(self) -> TensorSpec:
-        """Return what the planner reads of it: what data parallelism divides."""
+        """Return the planner's description of the part that data parallelism divides."""
         shape = self.model.part.local_shape
         return TensorSpec(self.name, shape, row_numel=row_numel_of(shape))
 
     @property
     def is_initialized(self) -> bool:
-        """Return whether it came with values or got some since."""
+        """Return whether it came with values or has got some since."""
         return not is_unwritten(self.sharded)
 
     def living_owners(self) -> list[tuple[nn.Module, str]]:
@@ -119,9 +119,9 @@ class ManagedParameter:
         return [(module, attribute) for module, attribute in owners if module is not None]
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Put a parameter into the owners, whatever they have."""
+        """Put a parameter into the owners, whatever they have there now."""
         for module, attribute in self.living_owners():
-            # Not by nn.Module.__setattr__, whose checks cost microseconds a parameter.
+            # Bypass nn.Module.__setattr__: its checks cost microseconds for each parameter.
             module._parameters[attribute] = parameter
 
     def find_replaced(self) -> tuple[nn.Module, str] | None:
@@ -134,10 +134,10 @@ class ManagedParameter:
 
 
 class AsyncStep(Protocol):
-    """A step that changes a main weight beside the calling thread."""
+    """A step that changes a main weight in another thread."""
 
     def wait(self) -> None:
-        """Return when the main weight and its copy on the device are those after the step.
+        """Wait until the step has changed the main weight and its copy on the device.
 
         Raises:
             RuntimeError: The step failed.
@@ -153,11 +153,11 @@ class ParameterGroup:
     Args:
         originals: The parameters as the user made them; their values are copied. Those on the meta
             device have none: their rows stay undefined and they count as uninitialised.
-        parameters: Their records, in the same order.
+        parameters: The records of these parameters, in the same order.
         axes: Ranks that divide or replicate the group.
         dtypes: Dtypes of its buffers.
         memory: Where its buffers lie.
-        strategy: What is persistent in full between uses, and which reductions wait.
+        strategy: Decides what is persistent in full between uses, and which reductions wait.
         gradient_scale: Factor on the sum of gradients over the group's ranks.
         quantization: How compute weights are quantized; None casts to the compute dtype.
 
@@ -165,11 +165,11 @@ class ParameterGroup:
 
     Attributes:
         gradients: Takes, sums and publishes the group's gradients.
-        host_memory: Where main weight and states lie that are on the host; None for the device.
-        lives_on_host: Whether they are there from the first, and gradients too, by the policy; not
-            because an optimizer has moved them.
-        step_in_flight: The step that changes the main weight beside the calling thread.
-        num_marks: How many changes of the main weight all ranks have marked alike: steps and loads.
+        host_memory: Memory of main weight and states on the host; None if they are on the device.
+        lives_on_host: Whether the policy put them there from the start, with the gradients; False
+            if an optimizer has moved them.
+        step_in_flight: The step that changes the main weight in another thread.
+        num_marks: How many changes of the main weight (steps, loads) all ranks have marked alike.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ParameterGroup:
                 self._make_parameters(index, original)
         local_tensors = self._local_tensors()
         self._rows = LocalRows(local_tensors, self.main_weight.flat)
-        # Not to the group: a cycle would keep a deleted model alive until the collector runs.
+        # The reducer gets no reference to the group: a cycle would delay freeing a deleted model.
         self.gradients = make_reducer(
             [(p.sharded, p.unsharded) for p in parameters],
             self.buffers,
@@ -222,26 +222,26 @@ class ParameterGroup:
         )
         self.step_in_flight: AsyncStep | None = None
         self.num_marks = 0
-        # Modules by their dictionaries: every forward and backward walks all places four times.
+        # Keep the modules' dictionaries: each forward and backward walks all places four times.
         self._places = [
             (owner._parameters, attribute, p.sharded, p.unsharded)
             for p in parameters
             for owner, attribute in p.living_owners()
         ]
-        # Writes through a parameter or its .data bump its own version, loads the local tensor's,
-        # which may be the buffer's, those of local_parameters() the buffer's.
+        # Tensors whose versions writes bump: parameters, if written to directly or by .data; local
+        # tensors (which may share the buffer's), by loads; the buffer, by local_parameters().
         counted = local_tensors if self.axes.has_whole else []
         self._written = [self.main_weight.flat, *counted, *(p.sharded for p in parameters)]
         self._num_writes = self._count_writes()
         self.rename(parameters[0].name)
-        # Making the unsharded parameters took memory; it is not needed until the first gather.
+        # Free the memory that making the unsharded parameters took, until the first gather.
         self.release()
 
     def rename(self, label: str) -> None:
         """Set the unit's FQN, for counters and profilers."""
         self.label = self.compute_weight.label = self.gradients.label = label
         for parameter in self.parameters:
-            # It says in messages which sharded parameter to write to instead.
+            # Its messages name the sharded parameter to write to instead.
             if isinstance(parameter.unsharded, QuantizedTensor):
                 parameter.unsharded.fqn = f"{label}.{parameter.name}"
 
@@ -261,7 +261,7 @@ class ParameterGroup:
         return self.buffers.device
 
     def new_state_buffer(self, dtype: torch.dtype) -> DBuffer:
-        """Allocate a state of the optimizer: where the main weight is; its content is undefined."""
+        """Allocate an optimizer state next to the main weight; its content is undefined."""
         return self.buffers.new_beside_main_weight(
             dtype, Category.OPTIMIZER_STATE, self.host_memory
         )
@@ -305,10 +305,10 @@ class ParameterGroup:
     def offload_main_weight(self, memory: HostMemory) -> None:
         """Move the main weight, and the states that are made from here on, to the host; local.
 
-        The sharded parameters stay the same objects over other memory. What forward reads stays on
-        the device: a copy in the compute dtype.
+        The sharded parameters stay the same objects over other memory. Forward reads a copy in the
+        compute dtype, which stays on the device.
         """
-        # Copied before the device's memory is released, which move_main_weight() does.
+        # Copy first: move_main_weight() releases the memory on the device.
         weight = self._movable_weight()
         before, self.host_memory = self.main_weight, memory
         self.main_weight = self._new_main_weight()
@@ -318,7 +318,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def onload_main_weight(self) -> None:
-        """Undo :meth:`offload_main_weight`; states that are made from here on are on the device."""
+        """Undo :meth:`offload_main_weight`; states made from here on are on the device."""
         host, self.host_memory = self.main_weight, None
         self.main_weight = self._movable_weight().return_main_weight()
         self.main_weight.flat.copy_(host.flat)
@@ -341,21 +341,21 @@ class ParameterGroup:
         return [local_object(p.sharded) for p in self.parameters]
 
     def wait_for_step(self) -> None:
-        """Wait for the step that changes the main weight beside this thread, and cancel early ones.
+        """Cancel an early step, and wait for the step that another thread makes.
 
-        Afterwards the caller alone reads and writes the main weight.
+        Afterwards only the caller reads and writes the main weight.
 
         Raises:
             RuntimeError: The step failed.
         """
-        # First: an early step that is not cancelled may begin while the other is waited for.
+        # Cancel first: otherwise an early step may begin while the other one is awaited.
         if self.gradients.main_grad.listener is not None:
             self.gradients.main_grad.listener.cancel()
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
 
     def exchange_main_weight(self, other: DBuffer, views: Sequence[torch.Tensor]) -> None:
-        """Exchange the memory of the main weight and a buffer cut like it; local, copies nothing.
+        """Swap the memory of the main weight and of a buffer cut like it; local, copies nothing.
 
         Args:
             other: The buffer.
@@ -366,8 +366,8 @@ class ParameterGroup:
 
     def views_of(self, buffer: DBuffer) -> list[torch.Tensor]:
         """Return each parameter's rows in a buffer cut as the main weight is, in local shapes."""
-        # In the buffer without elements too: whether a step is at work on a tensor is found by its
-        # storage.
+        # Empty rows are views of the buffer too: their storage shows whether a step is at work on
+        # them.
         nothing = buffer.flat.narrow(0, 0, 0)
         views = self._rows.views(buffer.flat)
         return [view if view.numel() else nothing.view(view.shape) for view in views]
@@ -377,20 +377,20 @@ class ParameterGroup:
         parameter.dtype = original.dtype
         local = self.main_weight.tensor(index)
         if self.axes.has_whole:
-            # Views of the buffer share one count of writes: this parameter gets its own.
+            # Views of the buffer share one count of writes; .data gives this parameter its own.
             local = local.data
         # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
             local.copy_(local_tensor(original).reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
-        # The initialisers of torch.nn must find the rules, whatever imports them.
+        # torch.nn's initialisers must find our rule, however they were imported.
         run_truncated_normal(fill_truncated)
         set_initial_dtype(sharded, original.dtype)
         if not isinstance(sharded, UnevenDTensor):
-            # As UnevenDTensor, it refuses assignments to .data, which cut it from the buffer.
+            # Like UnevenDTensor, it refuses assignments to .data: they would leave the buffer.
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
-        # Users and models mark parameters, for example for weight decay or by their parts.
+        # Users and models set attributes on parameters, for example for weight decay.
         marks = attributes_of(original)
         for name, value in marks.items():
             setattr(sharded, name, value)
@@ -398,16 +398,16 @@ class ParameterGroup:
         if original.is_meta:
             mark_unwritten(sharded, is_meta=True)
         if self.dtypes.grad != self.dtypes.main:
-            # Any dtype: torch's state dict helpers give a gradient of zeros in the main dtype.
+            # Allow any dtype: torch's state dict helpers assign zero gradients in the main dtype.
             sharded.grad_dtype = None
-        # A view of memory that comes and goes. The object stays: autograd may save it in forward
-        # and read it in backward, from the storage that was gathered anew.
+        # The view's memory is freed and allocated again, but the object stays: autograd may save it
+        # in forward and read it in backward, after the storage was gathered anew.
         shape = torch.Size(parameter.spec.shape)
         full = self.compute_weight.assemble(index, shape, parameter.name, local)
         parameter.sharded = sharded
         face = parameter.model.face(full)
         parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)
-        # Forwards read the marks too. A quantized weight has attributes that stay as they are.
+        # Forwards read the attributes too. Those that a quantized weight has itself stay unchanged.
         for name, value in marks.items():
             vars(parameter.unsharded).setdefault(name, value)
 
@@ -423,7 +423,7 @@ class ParameterGroup:
             buffer_offset=slot.offset,
             shard_numel=self.layout.sub_buffers[slot.sub_buffer].shard_numel,
             num_shards=axes.num_shards,
-            # A replicated group has no shard; the whole counts as the first.
+            # A replicated group has no shard; its whole buffer counts as the first.
             shard=max(axes.shard, 0),
             num_model_axes=axes.num_model_axes,
         )
@@ -433,28 +433,28 @@ class ParameterGroup:
         )
 
     def _is_whole(self, index: int) -> bool:
-        """Return whether every rank has all of a parameter."""
+        """Return whether every rank has the whole parameter."""
         return not self.axes.is_sharded and self.parameters[index].model.part.is_whole
 
     def as_sharded_dtensor(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Wrap rows of a buffer cut as the main weight is as a DTensor like parameter ``index``."""
+        """Wrap rows, cut like those of the main weight, as a DTensor like parameter ``index``."""
         sharded = self.parameters[index].sharded
         if isinstance(sharded, UnevenDTensor):
             return sharded.like(rows)
         return make_replicated(rows.view(self.parameters[index].shape), self.axes.dtensor_mesh)
 
     def _model_gradients(self) -> ModelGradients | None:
-        """Return what sums gradients over the model axis; None without one."""
+        """Return the object that sums gradients over the model axis; None without one."""
         if self.axes.model_mesh is None:
             return None
         return ModelGradients(self.axes.model_mesh, [p.model for p in self.parameters])
 
     @property
     def maxima_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the ranks that combine a recipe's maxima, one group after the other.
+        """Return the groups over which a recipe's maxima are combined, one after the other.
 
-        Replicas of a weight have the same maxima, and are left out. But what their layers have
-        recorded differs: where that is combined too, all ranks are in one group.
+        Replicas of a weight have the same maxima, and are left out. But their layers record
+        different maxima: if these are combined too, all ranks are in one group.
         """
         axes, quantization = self.axes, self.quantization
         assert quantization is not None, "asked of quantized groups"
@@ -468,7 +468,7 @@ class ParameterGroup:
         return tuple(groups)
 
     def fingerprint(self) -> str:
-        """Return what all ranks of the group must have in common."""
+        """Return a text that must be equal on all ranks of the group."""
         # Ranks of a model axis may have parts of unequal sizes, hence layouts of their own.
         wholes = [(p.name, tuple(p.shape), p.model.part.dim) for p in self.parameters]
         layout = self.layout.fingerprint() if self.axes.model_mesh is None else repr(wholes)
@@ -481,7 +481,7 @@ class ParameterGroup:
 
     @property
     def has_history(self) -> bool:
-        """Return whether the scales of its weights are made from those of earlier steps."""
+        """Return whether the scales of its weights are made from maxima of earlier steps."""
         return self.quantization is not None and self.quantization.recipe.history > 0
 
     @property
@@ -491,28 +491,28 @@ class ParameterGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return whether full storage is allocated that is not persistent."""
+        """Return whether full storage that is not persistent is allocated."""
         return self.compute_weight.is_unsharded
 
     def mark_stale(self, *, is_step: bool = False) -> None:
-        """Note that main weights changed, by a step or otherwise: the next unshard refreshes."""
+        """Note that a step, or something else, changed main weights: the next unshard refreshes."""
         self.num_marks += 1
         self._mark_changed(is_step)
 
     @property
     def num_changes(self) -> int:
-        """Return a count that rises with each change marked or found on this rank."""
+        """Return a count that rises with each change that this rank has marked or found."""
         return self.num_marks + self._num_writes
 
     def _mark_changed(self, is_step: bool = False) -> None:
-        # A step may write on some ranks only. On those mark_stale_if_written() must not find the
-        # same writes again: all ranks would not gather alike.
+        # A step may write on some ranks only. mark_stale_if_written() must not find these writes
+        # again there, or ranks would not gather alike.
         self._num_writes = self._count_writes()
         self.compute_weight.is_set |= not is_step
         self.compute_weight.mark_stale()
 
     def mark_stale_if_written(self) -> None:
-        """Mark the group stale if its tensors were written to, as by loads; local."""
+        """Mark the group stale if its tensors were written to, for example by a load; local."""
         if self._count_writes() != self._num_writes:
             self._mark_changed()
 
@@ -522,13 +522,13 @@ class ParameterGroup:
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Make the unsharded parameters current: issue the gather, or refresh the replica.
 
-        Collective over the group's ranks for a sharded group whose storage is not current. The
-        unsharded parameters may be read after :meth:`finish_unshard`.
+        Collective over the group's ranks if the group is sharded and its storage is not current.
+        The unsharded parameters may be read after :meth:`finish_unshard`.
         """
         if self.step_in_flight is not None:
             self.step_in_flight.wait()
-        # Cleared here alone: the schedule does not gather ahead what a step still changes, and must
-        # decide so on all ranks alike, however far the step has come on each.
+        # Cleared only here: the schedule does not gather ahead while a step is in flight, and all
+        # ranks must decide this alike, however far the step has come on each.
         self.step_in_flight = None
         self.compute_weight.start_unshard(in_backward=in_backward)
 
@@ -537,19 +537,19 @@ class ParameterGroup:
         self.compute_weight.finish_unshard()
 
     def release(self) -> None:
-        """Free the full storage of a sharded group; nothing happens for a replicated one."""
+        """Free the full storage of a sharded group; do nothing for a replicated one."""
         self.compute_weight.release()
 
     @property
     def is_shown_unsharded(self) -> bool:
-        """Return whether the modules have the unsharded parameters; the first one is looked at."""
+        """Return whether the modules have the unsharded parameters, judged by the first one."""
         places, attribute, _, unsharded = self._places[0]
         return places.get(attribute) is unsharded
 
     def show_unsharded(self) -> None:
         """Put the unsharded parameters into the modules that have the sharded ones.
 
-        What the user has assigned instead stays, for :meth:`find_replaced` to find.
+        Parameters that the user has assigned instead stay, for :meth:`find_replaced` to find.
         """
         for places, attribute, sharded, unsharded in self._places:
             if places.get(attribute) is sharded:
@@ -567,7 +567,7 @@ class ParameterGroup:
             p.put(p.sharded)
 
     def find_replaced(self) -> tuple[ManagedParameter, nn.Module, str] | None:
-        """Return a parameter that was replaced in a module, which of them, and its attribute."""
+        """Return a parameter that was replaced in a module, that module, and the attribute."""
         for places, attribute, sharded, unsharded in self._places:
             shown = places.get(attribute)
             if shown is not sharded and shown is not unsharded:
@@ -582,7 +582,7 @@ class ParameterGroup:
 
 
 def itemsize_of(dtypes: GroupDtypes, quantization: Quantization | None) -> float:
-    """Return the bytes of an element that is gathered."""
+    """Return the bytes per element that a gather moves."""
     if quantization is None:
         return dtypes.compute.itemsize
     return 1 / quantization.recipe.weight.codes_per_byte

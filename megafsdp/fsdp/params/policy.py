@@ -1,6 +1,6 @@
-"""Frozen choices of how a unit is sharded, in which dtypes it computes, and what is offloaded.
+"""Choices, as frozen values: how a unit is sharded, its dtypes, and what is offloaded.
 
-Values alone; :mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
+:mod:`megafsdp.fsdp.fully_shard` makes them from what users give.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Strategy(Enum):
 class Average(Enum):
     """How gradients of the data-parallel ranks are combined."""
 
-    # Mean of the ranks' gradients of their mean losses.
+    # Mean over ranks: each rank's loss is a mean over its own samples.
     RANK = "rank"
-    # Sum: the loss is already divided by the global number of tokens.
+    # Sum over ranks: the loss is already divided by the global number of tokens.
     TOKEN = "token"
 
 
@@ -54,9 +54,10 @@ class Quantization:
 
     Attributes:
         recipe: The formats of weights, inputs and gradients.
-        through: Main weights are rounded to this dtype before they are quantized; None: they are
-            not.
-        spans_model_axis: Whether a scale is of all parts that a model axis has made of a weight.
+        through: Dtype to which main weights are rounded before they are quantized; None for no
+            rounding.
+        spans_model_axis: Whether one scale covers all parts that a model axis has cut a weight
+            into.
     """
 
     recipe: QuantizationRecipe
@@ -74,30 +75,33 @@ class MixedPrecisionPolicy:
     """Dtypes of a unit, and which of its weights are quantized.
 
     Attributes:
-        param_dtype: Compute weights and forward inputs; None keeps each parameter's own dtype.
-        reduce_dtype: The sum of gradients over ranks; None means ``main_grads_dtype`` (torch means
-            the parameters' dtype). Where the sum is made by us (gloo), gradients travel in their
-            own dtype and are summed in this dtype or wider; elsewhere they travel in this one.
-        output_dtype: Floating-point outputs of the unit are cast to it; None leaves them.
-            ``fully_shard_model`` casts those of the whole model alone.
+        param_dtype: Dtype of compute weights and forward inputs; None keeps each parameter's own.
+        reduce_dtype: Dtype of the sum of gradients over ranks; None means ``main_grads_dtype``
+            (for torch, the parameters' dtype). If megafsdp itself sums (gloo), gradients travel in
+            their own dtype and are summed in this dtype or a wider one; if a library sums (NCCL),
+            they travel in this dtype.
+        output_dtype: Dtype to which floating-point outputs of the unit are cast; None leaves them.
+            ``fully_shard_model`` casts only the outputs of the whole model.
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
-        main_params_dtype: Main weights, which the optimizer sees; fp64 parameters keep fp64.
-        main_grads_dtype: Main gradients; None means ``main_params_dtype``.
-        keep_fp32: Parameters whose compute weights stay fp32: their names, those of modules above
-            them, patterns (``fnmatch``) of either, or the class names of the modules that own
-            them. ``fully_shard_model`` takes names in the model and in its units, and refuses one
-            that matches nothing; ``fully_shard`` takes names in the module it is called on, and a
-            unit that has no such name is unchanged. Their modules get inputs in ``param_dtype``.
-        recipe: How compute weights of linear layers are quantized: a name of
-            ``megafsdp.quantize.RECIPE_NAMES`` or a recipe; None for not at all. Weights of
-            ``nn.Linear`` are, and those that a layer declares (``is_linear_weight``), unless they
-            are tied to others or their shape does not fit the format. These stay as they are.
-        keep_unquantized: Weights that stay as they are too, by names like those of ``keep_fp32``.
+        main_params_dtype: Dtype of main weights, which the optimizer sees; fp64 parameters keep
+            fp64.
+        main_grads_dtype: Dtype of main gradients; None means ``main_params_dtype``.
+        keep_fp32: Parameters whose compute weights stay fp32: their names, names of modules above
+            them, patterns (``fnmatch``) of either, or class names of the modules that own them.
+            ``fully_shard_model`` takes names relative to the model or to its units, and refuses a
+            name that matches nothing; ``fully_shard`` takes names relative to its module, and
+            ignores a name that the unit does not have. The modules still get inputs in
+            ``param_dtype``.
+        recipe: How compute weights of linear layers are quantized: a name from
+            ``megafsdp.quantize.RECIPE_NAMES`` or a recipe; None for not at all. It applies to the
+            weights of ``nn.Linear`` and those that a layer declares (``is_linear_weight``), but not
+            to weights tied to another kind of layer or of a shape that does not fit the format.
+        keep_unquantized: Further weights to leave unquantized, by names like in ``keep_fp32``.
         quantize_activations: Whether inputs and gradients of these layers are quantized as the
-            recipe says. False gathers codes, and computes with what they stand for.
-        quantize_from: Whether main weights are rounded to the compute dtype first
-            (``"model_dtype"``), which makes the codes those of the weights that would be gathered
-            without a recipe, or not (``"main"``).
+            recipe says. False gathers codes, but computes with their decoded values.
+        quantize_from: ``"model_dtype"`` rounds main weights to the compute dtype first, so that the
+            codes are those of the weights that would be gathered without a recipe; ``"main"`` does
+            not.
     """
 
     param_dtype: torch.dtype | None = None
@@ -113,12 +117,12 @@ class MixedPrecisionPolicy:
     quantize_from: Literal["model_dtype", "main"] = "model_dtype"
 
     def __post_init__(self) -> None:
-        """Check every choice by itself.
+        """Check each choice.
 
         Raises:
-            ValueError: A dtype is no floating-point one of at least 16 bits, names are not in a
-                tuple, the recipe is unknown, or what belongs to a recipe is given without one or
-                has no meaning.
+            ValueError: A dtype is not floating-point with at least 16 bits, names are not in a
+                tuple, the recipe is unknown, or an option of recipes is invalid or given without a
+                recipe.
         """
         for name in ("keep_fp32", "keep_unquantized"):
             check_names(getattr(self, name), name, where=f"MixedPrecisionPolicy.{name}")
@@ -137,7 +141,7 @@ class MixedPrecisionPolicy:
             wanted, got, field = "a recipe beside what it is to leave out", "None", "recipe"
             hint = "Give recipe='fp8_block', or leave keep_unquantized and quantize_activations out"
         else:
-            # Raises for a name that no recipe has.
+            # Raises if no recipe has this name.
             _ = self.quantization
             return
         raise ValueError(expected(wanted, got, where=f"MixedPrecisionPolicy.{field}", hint=hint))
@@ -157,7 +161,7 @@ class MixedPrecisionPolicy:
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the main weight of a parameter of dtype ``original``."""
-        # Fewer bits than the user's own would lose digits with the first copy.
+        # A dtype with fewer bits than the user's would lose digits at the first copy.
         return torch.float64 if original == torch.float64 else self.main_params_dtype
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
@@ -205,11 +209,11 @@ class OffloadPolicy:
     """What lives on the host.
 
     Attributes:
-        params: Keep sharded parameters, hence the states of any optimizer, and their gradients on
-            the host. Compute weights are cast there and copied to the device at each gather;
+        params: Keep sharded parameters and their gradients on the host, and with them the states of
+            any optimizer. Compute weights are cast there and copied to the device at each gather;
             gradients are copied back when they are reduced.
-        pin_memory: Pin that memory, so that CUDA copies from and to it beside its kernels. Without
-            CUDA nothing is pinned.
+        pin_memory: Pin that memory, so that CUDA copies run beside kernels. Without CUDA nothing is
+            pinned.
     """
 
     params: bool = False

@@ -1,8 +1,8 @@
 """A compute weight of codes, and the scales that every rank derives for itself.
 
 Only codes are gathered. A scale is a function of the largest magnitude in its tile of the whole
-matrix, so each rank computes the maxima of the rows that it has, the maximum over ranks is taken
-for all groups of a model at once (:mod:`megafsdp.fsdp.runtime.agreement`), and each rank fills the
+matrix. So each rank computes the maxima of its own rows, one collective takes the maximum over
+ranks for all groups of a model (:mod:`megafsdp.fsdp.runtime.agreement`), and each rank fills the
 whole tables of scales and encodes its own rows. Two ranks, a matrix of 80 rows, tiles of 32::
 
     rank 0   rows  0..39   maxima 0 1   |  MAX   |  tables 0 1 2   codes of rows  0..39
@@ -36,17 +36,17 @@ from megafsdp.quantize.tiles import Fragment
 
 
 class WeightScales:
-    """The tables of scales of one group's weights, and what they are made of; local.
+    """The tables of scales of one group's weights, with their maxima and histories; local.
 
     Args:
-        quantization: The recipe, and what is quantized.
+        quantization: The recipe and its options.
         main_weight: The group's main weight, a shard or the whole.
-        shapes: Of the weights, as this rank of a model axis has them.
+        shapes: Shapes of the weights, of this rank's parts on a model axis.
         device: Where the tables live.
         ledger: Counts their bytes.
 
     Attributes:
-        states: The histories of the weights, in order; none unless the recipe has some.
+        states: The histories of the weights, in order; empty if the recipe has none.
         num_maxima: How many numbers ranks combine for this group.
     """
 
@@ -64,7 +64,7 @@ class WeightScales:
         self._shapes = list(shapes)
         # Made once: the main weight of a quantized group never moves.
         self._fragments = _fragments_of(main_weight, shapes)
-        # Ranks without rows of a weight have its maxima from the others.
+        # A rank without rows of a weight gets its maxima from the other ranks.
         self._owned = [i for i, f in enumerate(self._fragments) if f.values.numel()]
         self._sizes = [self._format.num_maxima(shape) for shape in shapes]
         self.states = _new_states(recipe.history, shapes, device)
@@ -80,24 +80,24 @@ class WeightScales:
         self._ledger = ledger
         self._state_nbytes = sum(_history_nbytes(state) for state in self.states)
         ledger.debit(Category.SCALES, self._state_nbytes)
-        # What weights are encoded by, between the collective and the encoding.
+        # The combined maxima, kept from the collective to the encoding.
         self._maxima: list[torch.Tensor] = []
 
     def __del__(self) -> None:
         """Count the histories as freed."""
-        # A constructor that failed has counted nothing.
+        # If the constructor failed early, nothing was counted.
         if hasattr(self, "_state_nbytes"):
             self._ledger.credit(Category.SCALES, self._state_nbytes)
 
     def add_maxima(self, combined: torch.Tensor, *, is_stale: bool) -> None:
-        """Write this rank's maxima: of its rows of the weights, then what layers have recorded.
+        """Write this rank's maxima: first those of its rows of weights, then layers' recorded ones.
 
         Args:
-            combined: ``(num_maxima,)`` int32 bits of magnitudes, zero.
-            is_stale: Whether weights have changed; the maxima of others stay zero.
+            combined: ``(num_maxima,)`` int32 bits of magnitudes, all zero.
+            is_stale: Whether the weights have changed; if not, their maxima stay zero.
         """
         *of_weights, pending = self._split(combined)
-        # A frozen group has what its layers record, though its weights do not change.
+        # Layers of a frozen group still record maxima, though its weights do not change.
         if is_stale:
             fragments = [self._fragments[i] for i in self._owned]
             maxima = [of_weights[i] for i in self._owned]
@@ -109,15 +109,15 @@ class WeightScales:
         """Roll the histories, and fill the tables of weights that have changed.
 
         Args:
-            combined: What :meth:`add_maxima` wrote, its maximum over ranks.
-            is_stale: As there.
-            is_step: Whether a step has changed the weights, if they have changed.
+            combined: The maximum over ranks of what :meth:`add_maxima` wrote.
+            is_stale: As for :meth:`add_maxima`.
+            is_step: Whether it was a step that changed the weights.
         """
         *maxima, pending = self._split(combined)
         if self.states:
             if not self.has_pending:
                 pending = pending.new_zeros(NUM_PENDING * len(self.states))
-            # Zeros of weights that have not changed leave their history alone.
+            # Weights that have not changed have zeros here, which leave their history alone.
             roll_together(self.states, maxima, pending.split(NUM_PENDING), is_step=is_step)
             maxima = [state.weight_maximum() for state in self.states]
         if is_stale:
@@ -125,11 +125,11 @@ class WeightScales:
             self._format.fill_tables(self._shapes, maxima, self.tables)
 
     def forget_maxima(self) -> None:
-        """Drop the maxima: what they were for is encoded."""
+        """Drop the maxima after the encoding."""
         self._maxima = []
 
     def encode(self, target: DBuffer) -> None:
-        """Fill a buffer of codes that lies like the main weight."""
+        """Fill a buffer of codes that is cut like the main weight."""
         assert self._maxima, "maxima are combined before weights are encoded"
         self._format.encode(
             [self._fragments[i] for i in self._owned],
@@ -139,7 +139,7 @@ class WeightScales:
         )
 
     def _split(self, combined: torch.Tensor) -> list[torch.Tensor]:
-        """Return the maxima of each weight, and what was recorded, perhaps nothing."""
+        """Return the maxima of each weight, then the recorded ones, which may be empty."""
         return list(combined.split([*self._sizes, self.num_maxima - sum(self._sizes)]))
 
 
@@ -147,10 +147,10 @@ class QuantizedWeight(GatheredWeight):
     """Codes and tables of one group's compute weight.
 
     Args:
-        quantization: The recipe, and what is quantized.
+        quantization: The recipe and its options.
         main_weight: The group's main weight, a shard or the whole.
-        shapes: Of the weights, as this rank of a model axis has them.
-        dtype: What codes are decoded to.
+        shapes: Shapes of the weights, of this rank's parts on a model axis.
+        dtype: The dtype that codes are decoded to.
         axes: Ranks that divide or replicate the group.
         stays_gathered: Whether the strategy keeps the full codes between uses.
         device: Where the buffers live.
@@ -185,16 +185,16 @@ class QuantizedWeight(GatheredWeight):
         )
         category = Category.COMPUTE_WEIGHT if is_persistent else Category.UNSHARDED
         full = buffers.new_full(category)
-        # Of the scales and not of this object: a cycle would delay the release of memory.
+        # A method of the scales: one of this object would be a cycle and delay freeing memory.
         encode = self.scales.encode
         source: GatherSource
         if not axes.is_sharded:
             source = PersistentSource(full, encode)
         elif axes.is_divided:
-            # Needed for the join alone, once a step.
+            # Only the join reads it, once a step.
             source = TemporarySource(buffers.new_piece, encode)
         else:
-            # Encoded once a step and gathered in every microbatch: 1/N of the codes are kept.
+            # Encoded once a step but gathered in every microbatch: keep this rank's 1/N of codes.
             source = PersistentSource(buffers.new_piece(), encode)
         super().__init__(
             full,
@@ -217,16 +217,16 @@ class QuantizedWeight(GatheredWeight):
 
     @property
     def joins_refresh(self) -> bool:
-        """Return whether the group has maxima to combine when any group of the model has."""
+        """Return whether the group takes part when maxima of the model are combined."""
         return self.is_stale or self.scales.has_pending
 
     def add_maxima(self, combined: torch.Tensor) -> None:
-        """Write this rank's maxima, ``(scales.num_maxima,)`` int32 that are zero; local."""
+        """Write this rank's maxima into ``(scales.num_maxima,)`` int32 zeros; local."""
         self.scales.add_maxima(combined, is_stale=self.is_stale)
 
     def refresh_from(self, combined: torch.Tensor) -> None:
-        """Encode the weights if they have changed, by maxima over all ranks; as :meth:`refresh`."""
-        # Read first: the refresh clears it.
+        """Encode changed weights by maxima over all ranks; issues the same as :meth:`refresh`."""
+        # Read the flag first: the refresh clears it.
         is_stale = self.is_stale
         self.scales.take_maxima(combined, is_stale=is_stale, is_step=not self.is_set)
         if is_stale:
@@ -265,7 +265,7 @@ def _new_states(
 ) -> list[DelayedState]:
     if not history:
         return []
-    # An expert has a scale of its own, hence a history.
+    # Each expert has its own scale, hence its own history.
     counts = [shape[0] if len(shape) == 3 else 1 for shape in shapes]
     return [DelayedState(history, num_matrices=count, device=device) for count in counts]
 

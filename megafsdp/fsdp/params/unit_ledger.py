@@ -1,4 +1,4 @@
-"""Where the buffers of a unit lie, on the device and on the host, and which ledger counts them.
+"""The memory of a unit's buffers on the device and on the host, and the ledgers that count it.
 
 The offload policy decides what lies where. The code that takes memory names its category.
 """
@@ -27,12 +27,12 @@ class HostMemory:
     ledger: ByteLedger
 
     def take_apart(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor that is freed by itself, as a gradient is."""
-        # Not of the arena, whose parts are never given back.
+        """Return an uninitialised 1-D tensor that is freed independently, such as a gradient."""
+        # Not from the arena, whose parts are never given back.
         if not self.arena.is_pinned:
             nbytes = numel * dtype.itemsize
             return host_bytes(nbytes, is_pinned=False)[:nbytes].view(dtype)
-        # Locking pages takes longer than a step may: torch's allocator keeps them for the next.
+        # Locking pages may take longer than a step: torch's allocator keeps them for reuse.
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
@@ -54,7 +54,7 @@ class UnitMemory:
     def host_memory(
         self, numel: int, dtypes: set[torch.dtype], device: torch.device
     ) -> HostMemory | None:
-        """Return a slab for a buffer in each dtype; None if parameters live on the device."""
+        """Return memory for one buffer of each dtype; None if parameters live on the device."""
         if not self.offload.params:
             return None
         nbytes = sum(aligned_nbytes(numel * dtype.itemsize) for dtype in dtypes)
