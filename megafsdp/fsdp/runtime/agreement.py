@@ -1,6 +1,6 @@
-"""What ranks exchange besides weights and gradients: maxima, and which gradients exist.
+"""Exchange what ranks share besides weights and gradients: maxima, and which gradients exist.
 
-Both are made once for all parameter groups of a model.
+Each exchange is made once for all parameter groups of a model.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.quantize.kernels import clear_maxima
 
-# Of one all-reduce of maxima: with more the backend's buffers would grow, with less its latency
-# counts. NVFP4 of 4,000 M elements on a rank has as many.
+# The most bytes of one all-reduce of maxima: larger ones make the backend's buffers grow, smaller
+# ones are bound by latency. NVFP4 of 4,000 M elements on a rank has this many bytes.
 MAX_PIECE_NBYTES = 64 * 2**20
 
 
 def refresh_with_maxima(groups: Sequence[ParameterGroup]) -> None:
-    """Encode stale quantized weights; one all-reduce for all of one mesh.
+    """Encode stale quantized weights, with one all-reduce for all groups of one mesh.
 
-    And one more over each model axis whose ranks have parts of a weight under one scale. Collective
-    over the ranks of every quantized group with stale weights or recorded maxima. Allocates the
-    maxima of all of them, and frees them.
+    One more all-reduce runs over each model axis whose ranks have parts of a weight under one
+    scale. Collective over the ranks of every quantized group with stale weights or recorded maxima.
+    The maxima of all groups are in memory during the call.
 
     Args:
-        groups: Those of all units under one root.
+        groups: The groups of all units under one root.
     """
     by_ranks: dict[tuple[dist.ProcessGroup, ...], list[tuple[ParameterGroup, QuantizedWeight]]] = {}
     for group in groups:
         weight = group.compute_weight
         if isinstance(weight, QuantizedWeight) and weight.joins_refresh:
             by_ranks.setdefault(group.maxima_groups, []).append((group, weight))
-    # What begins with the same ranks is combined over them together.
+    # Groups whose first process group is the same are combined over it together.
     for first in dict.fromkeys(ranks[:1] for ranks in by_ranks):
         members = {ranks: found for ranks, found in by_ranks.items() if ranks[:1] == first}
         owner = members[next(iter(members))][0][0]
@@ -49,13 +49,14 @@ def _refresh_together(
     weights: dict[tuple[dist.ProcessGroup, ...], list[QuantizedWeight]],
     owner: ParameterGroup,
 ) -> None:
-    """Combine maxima, and encode.
+    """Combine maxima over ranks, then encode.
 
     Args:
-        first: Ranks over which all are combined; nothing for weights that need no others.
-        weights: The weights by all process groups over which theirs are combined in turn, of which
-            the first is the same.
-        owner: Has the device and the ledger of the maxima.
+        first: The process group over which all maxima are combined; empty if no other ranks are
+            needed.
+        weights: The weights, by the process groups over which their maxima are combined in turn.
+            All keys begin with ``first``.
+        owner: A group with the device and the ledger for the maxima.
     """
     every = [weight for found in weights.values() for weight in found]
     sizes = [weight.scales.num_maxima for weight in every]
@@ -66,8 +67,8 @@ def _refresh_together(
         ledger=owner.buffers.ledger,
         category=Category.SCALES,
     )
-    # As bit patterns: every backend takes the largest of integers, while of numbers some lose a
-    # NaN. Patterns of magnitudes are ordered as these are, and those of NaN are above all.
+    # Reduce bit patterns: for integers every backend's maximum is exact, while for floats some lose
+    # a NaN. Bit patterns of magnitudes have the same order as these, and NaN is above all.
     combined = storage.tensor
     clear_maxima(combined)
     parts = combined.split(sizes)
@@ -85,36 +86,36 @@ def take_largest_together(
     first: tuple[dist.ProcessGroup, ...],
     numels: Mapping[tuple[dist.ProcessGroup, ...], int],
 ) -> None:
-    """Take the largest of int32 bits over several sets of ranks, in place; collective.
+    """Take the maximum of int32 bits over several tuples of process groups, in place; collective.
 
     Args:
-        maxima: Those of each set of ranks beside each other.
-        first: With what every set begins: its ranks are asked once for all.
-        numels: How many each set has, in their order.
+        maxima: The maxima of all tuples, one after the other.
+        first: The common start of all tuples: reduced once for all maxima.
+        numels: How many maxima each tuple of process groups has, in the order of ``maxima``.
     """
     for process_group in first:
         take_largest(maxima, process_group)
     for ranks, part in zip(numels, maxima.split(list(numels.values())), strict=True):
-        # A maximum may be taken one axis after the other.
+        # A maximum over several axes can be taken one axis after the other.
         for process_group in ranks[1:]:
             take_largest(part, process_group)
 
 
 def take_largest(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> None:
-    """Take the largest of int32 bits over ranks, in place, in pieces; collective."""
+    """Take the maximum of int32 bits over ranks, in place and in pieces; collective."""
     for piece in maxima.split(MAX_PIECE_NBYTES // maxima.itemsize):
         all_reduce(piece, op="max", group=process_group, label="maxima")
 
 
 def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:
-    """Exchange one byte a trainable parameter; only a rank with undecided sums reads the answer.
+    """Exchange one byte per trainable parameter; only ranks with undecided sums read the answer.
 
     Returns:
-        The exchanges whose answer this rank does not read, to be waited for later.
+        The exchanges whose answer this rank does not read; wait for them later.
     """
     unread = []
     groups = [g for g in groups if g.is_trainable]
-    # Sums over a model axis give a gradient to ranks that have none: it takes part.
+    # The model axis takes part: a sum over it gives a gradient to ranks that computed none.
     for everyone in dict.fromkeys(g.axes.everyone for g in groups):
         members = [g for g in groups if g.axes.everyone == everyone]
         main_grads = [g.gradients.main_grad for g in members]
@@ -122,11 +123,11 @@ def agree_on_usage(groups: Sequence[ParameterGroup]) -> list[Pending]:
         is_asking = any(main_grad.has_undecided for main_grad in main_grads)
         if everyone.size() > 1:
             device = members[0].device
-            # A copy from pageable memory makes the host wait until the device has come to it.
+            # A copy from pageable memory would make the host wait until the device reaches it.
             is_pinned = device.type == "cuda"
             votes = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
             votes = votes.to(device, non_blocking=True)
-            # Every rank issues it: one with undecided sums would wait for the others forever.
+            # Every rank issues it: otherwise a rank with undecided sums would wait forever.
             exchange = start_all_reduce(votes, op="max", group=everyone, label="usage")
             if is_asking:
                 exchange.wait()

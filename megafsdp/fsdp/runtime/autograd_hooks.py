@@ -1,15 +1,15 @@
-"""Where autograd's graph meets a unit: the edges at which its backward begins and ends.
+"""The autograd hooks on a unit's inputs and outputs, at which its backward ends and begins.
 
 Outputs carry a hook that begins the unit's backward. Inputs pass through an identity whose backward
-is called when their gradients, hence all of the unit's, are there. Both call the schedule, and
-neither changes a gradient. Hooks on parameters decide neither: autograd calls none for a parameter
-that is frozen, detached or unused.
+runs when their gradients, hence all of the unit's gradients, are complete. Both call the schedule,
+and neither changes a gradient. Hooks on parameters could not do this: autograd calls none for a
+parameter that is frozen, detached or unused.
 
-Inputs and outputs are found in what a forward takes and returns: lists, tuples, named tuples, dicts
-and dataclasses are walked; anything else is left as it is. After an output in which no tensor is
-found a unit stays gathered until the end of a backward, of which the first gradient of its
-parameters tells. An output that is one of the unit's parameters, or a view of one, is replaced by a
-copy.
+Tensors are searched in what a forward takes and returns: lists, tuples, named tuples, dicts and
+dataclasses are walked; anything else is left as it is. If no tensor is found in a unit's output,
+the first gradient of its parameters shows that a backward runs, and the unit stays gathered until
+the end of that backward. An output that is one of the unit's parameters, or a view of one, is
+replaced by a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 
 
 class EndOfBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward runs when all their gradients are there."""
+    """Identity on a unit's inputs, whose backward runs when all their gradients are complete."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -40,7 +40,7 @@ class EndOfBackward(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the inputs."""
         ctx.unit, ctx.token = unit, token
-        # Otherwise an input whose gradient is None gets zeros here, as large as itself.
+        # Otherwise autograd allocates zeros for an input whose gradient is None.
         ctx.set_materialize_grads(False)
         return inputs
 
@@ -52,7 +52,7 @@ class EndOfBackward(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Call the schedule, and return the gradients as they are."""
         if torch.is_grad_enabled():
-            # A double backward enters the unit by these gradients of its inputs: as outputs do,
+            # A double backward enters the unit through these gradients of its inputs: like outputs,
             # they begin its backward.
             hook = BackwardHook(ctx.unit, ctx.token)
             for grad in grads:
@@ -63,7 +63,7 @@ class EndOfBackward(torch.autograd.Function):
 
 
 class BackwardHook:
-    """Hook that starts a unit's backward when the gradient of an output is there."""
+    """Hook that begins a unit's backward when the gradient of an output arrives."""
 
     __slots__ = ("token", "unit")
 
@@ -74,27 +74,27 @@ class BackwardHook:
     def watch(self, output: torch.Tensor) -> None:
         """Register this hook on an output.
 
-        An output that is a view also has its base watched: an edit of a view in place gives the
-        view a new node in the graph, and a hook on the old one never fires.
+        The base of an output that is a view is watched too: an in-place edit of a view gives it a
+        new node in the graph, and a hook on the old node never fires.
         """
-        # No graph is below a leaf, as an ignored parameter, and it would keep the hook for ever.
+        # A leaf, such as an ignored parameter, has no graph, and would keep the hook for ever.
         if not output.requires_grad or output.is_leaf:
             return
-        # The graph owns the hook, not the tensor: it fires even if the user drops the output.
+        # The graph, not the tensor, owns the hook: it fires even if the user drops the output.
         output.register_hook(self)
         base = base_of(output)
-        # The base of an input that is passed on belongs to the graph outside.
+        # If an input is passed on as an output, its base belongs to the graph outside of the unit.
         if base is not None and base.requires_grad and id(base) not in self.token.outer_ids:
             base.register_hook(self)
 
     @untraced_hook
     def __call__(self, grad: torch.Tensor) -> None:
-        """Call the schedule; the gradient is left as it is."""
+        """Call the schedule, and leave the gradient as it is."""
         _schedule_of(self.unit).begin_backward(self.unit, self.token)
 
 
 def _schedule_of(unit: ScheduledUnit) -> FSDPContext:
-    # Read at each call: a root around the unit's may have adopted it since the forward.
+    # Read it at each call: an outer root may have adopted the unit since the forward.
     assert unit.context is not None, "a forward has built the graph"
     return unit.context
 
@@ -107,14 +107,14 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
         items = [map_tensors(item, function) for item in tree]
         if isinstance(tree, PackedSequence):
             items[1] = tree.batch_sizes  # On the host, wherever the data is.
-        # The same object where nothing changed: a user may compare or share containers.
+        # Keep the object if nothing changed: a user may compare or share containers.
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         if isinstance(tree, list) and type(tree) is not list:
-            copied = copy.copy(tree)  # With the attributes of a subclass.
+            copied = copy.copy(tree)  # Keeps the attributes of a subclass.
             copied[:] = items
             return copied
-        # A named tuple may have a constructor of its own.
+        # A named tuple may have its own constructor.
         return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
     if isinstance(tree, dict):
         return _map_dict(tree, function)
@@ -133,7 +133,7 @@ def _map_dict(
     own = tree.copy()
     if type(own) is not type(tree):
         own = copy.copy(tree)
-    # One by one: a ModelOutput of transformers refuses update().
+    # Set items one by one: a ModelOutput of transformers refuses update().
     for key, value in changed.items():
         own[key] = value
     return own
@@ -146,13 +146,13 @@ def _map_dataclass(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) 
     changed = {name: value for name, value in mapped.items() if value is not fields[name]}
     if not changed:
         return tree
-    # Not by replace(), which would run __post_init__ again and leave out what it has set.
+    # replace() would run __post_init__ again, and drop attributes that are no fields.
     copied = copy.copy(tree)
     for name in list(getattr(copied, "__dict__", ())):
         if isinstance(getattr(type(tree), name, None), functools.cached_property):
-            del copied.__dict__[name]  # Computed from the tensors before.
+            del copied.__dict__[name]  # Computed from the old tensors.
     for name, value in changed.items():
-        object.__setattr__(copied, name, value)  # It may be frozen.
+        object.__setattr__(copied, name, value)  # The dataclass may be frozen.
     return copied
 
 

@@ -1,8 +1,8 @@
-"""Forwards that may still have a backward, and the pass that each is a part of.
+"""Count forwards that may still have a backward, by the pass that each is a part of.
 
 A *pass* is one forward of the root with all units in it, or of a unit that runs without the root.
-In autograd's graph a :class:`ForwardToken` stands for a unit's forward. The schedule decides from
-these counts when a unit's backward is over.
+In autograd's graph a :class:`ForwardToken` stands for a unit's forward. From these counts the
+schedule decides when a unit's backward is over.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ class ForwardPass:
 
 
 class ForwardToken:
-    """One forward of a unit, alive as long as the graph it built.
+    """One forward of a unit, alive as long as the graph that it built.
 
     Args:
         inputs: The inputs that need a gradient, before they pass through the identity.
-        forward_pass: Which forward of the root it is a part of; None for one of its own.
-        is_in_order: Whether its backward has a place in the order that is recorded. That of a head
-            on one chunk has none: the order to follow is that of the root's backward.
+        forward_pass: The pass that it is a part of; None for a pass of its own.
+        is_in_order: Whether its backward has a place in the recorded order. The backward of a head
+            on one chunk has none: the recorded order is that of the root's backward.
 
     Attributes:
-        trainable: For each of the unit's parameters whether it required a gradient; None if that
-            was not recorded.
+        trainable: Whether each of the unit's parameters required a gradient; None if not recorded.
     """
 
     __slots__ = ("__weakref__", "forward_pass", "is_in_order", "number", "outer_ids", "trainable")
@@ -52,20 +51,20 @@ class ForwardToken:
         self.is_in_order = is_in_order
         self.trainable: list[bool] | None = None
         self.number = next(_numbers)
-        # The ids stay those of the inputs: the graph, which owns this token, owns them too.
+        # The ids stay valid: the graph that owns this token owns the inputs too.
         self.outer_ids = frozenset(id(t if base_of(t) is None else base_of(t)) for t in inputs)
 
 
 class PendingForwards:
     """Forwards of a unit whose backward may come.
 
-    They are counted as long as anything is left of the pass that they are a part of, whether or not
-    their own graph is: that may differ between ranks, which would end the unit's backward apart. A
-    pass of which nothing is left on a rank has no backward there, and leaves nothing here.
+    A forward counts as long as any graph of its pass is alive, even if its own graph is gone: that
+    may differ between ranks, which would then end the unit's backward at different times. A pass
+    without any graph left on a rank has no backward there, and is no longer counted.
     """
 
     def __init__(self) -> None:
-        # A weak key: the tokens in the graph own the pass, and no count may outlive them.
+        # Weak keys: the tokens in the graph own the pass, and its count must not outlive them.
         self._by_pass: weakref.WeakKeyDictionary[ForwardPass, set[int]]
         self._by_pass = weakref.WeakKeyDictionary()
 
@@ -79,17 +78,17 @@ class PendingForwards:
 
     def clear(self) -> None:
         """Remove all forwards."""
-        # To clear an empty one, as it is for most units, takes longer than all that is asked of it.
+        # It is empty for most units; clearing an empty one takes longer than this check.
         if self._by_pass:
             self._by_pass.clear()
 
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
-        """Return whether a forward is counted that is a part of one of these passes."""
+        """Return whether a forward of one of these passes is counted."""
         return any(self._by_pass.get(each) for each in passes)
 
 
 class ModuleRun:
-    """One forward through a unit's modules: which of them have yet to end.
+    """One forward through a unit's modules: records which of them have yet to end.
 
     Args:
         modules: The unit's modules.
@@ -110,7 +109,7 @@ class ModuleRun:
         self._begun.add(id(module))
 
     def end(self, module: nn.Module) -> bool:
-        """Note that a module's forward has ended; tell whether all have."""
+        """Note that a module's forward has ended; return whether all have."""
         self._to_end.discard(id(module))
         return not self._to_end
 
@@ -135,7 +134,8 @@ class ModuleRun:
             is_interrupted: Whether the unit rests meanwhile.
         """
         if not self.has_to_end(module):
-            # A second call. The modules that ran before are not waited for again at rest.
+            # A second call of the module continues this run unless the unit rests: a unit at rest
+            # does not wait for the modules that ran before.
             return not is_interrupted
-        # One that began and never ended was cut short by an exception.
+        # A forward that began and never ended was cut short by an exception.
         return id(module) not in self._begun

@@ -1,13 +1,13 @@
-"""What the modules and parameters of a unit refuse, and which writes to main weights they note.
+"""Make a unit's modules and parameters refuse wrong uses, and note writes to main weights.
 
-They refuse conversions and copies, other parameters in their place or beside them, gradient hooks
-that would never fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong
-time. They note what a state dict or a load writes into main weights: after it compute weights are
-stale, and the parameters are initialised.
+They refuse conversions and copies, replaced or added parameters, gradient hooks that would never
+fire, ``torch.func`` and ``DistributedDataParallel``, and state dicts at the wrong time. They note
+when a state dict or a load writes into main weights: compute weights are then stale, and the
+parameters are initialised.
 
-:class:`~megafsdp.fsdp.fsdp_module.FSDPModule` is in the class of a unit's own modules and calls the
-functions here. The plain modules below them stay of their class: each with sharded parameters
-gets methods of its own, and the state dict hooks that torch offers.
+A unit's own modules have :class:`~megafsdp.fsdp.fsdp_module.FSDPModule` in their class, which calls
+the functions here. Plain modules below them keep their class: each one with sharded parameters gets
+its own methods, and the state dict hooks that torch offers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def refuse_changes(
 ) -> None:
     """Raise if a conversion would change a parameter or buffer below a module; local.
 
-    ``to_empty()`` gives what is on the meta device its memory, and leaves values as they are.
+    ``to_empty()`` gives memory to tensors on the meta device, and leaves other values as they are.
 
     Raises:
         RuntimeError: ``fn`` changes a dtype or device.
@@ -61,7 +61,7 @@ def refuse_changes(
     for name, tensor in named:
         if gives_memory and tensor.device.type == "meta":
             continue
-        # fn may copy what it is given: an empty tensor shows the dtype and device of the result.
+        # fn may copy its argument, so give it an empty tensor: the result has dtype and device.
         probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         result = fn(probe)
         if (result.dtype, result.device) != (probe.dtype, probe.device):
@@ -79,7 +79,7 @@ def refuse_changes(
 
 
 def _gives_memory(fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Return whether a conversion is that of ``to_empty()``: others refuse meta tensors."""
+    """Return whether a conversion is that of ``to_empty()``; others refuse meta tensors."""
     try:
         return not fn(torch.empty(0, device="meta")).is_meta
     except RuntimeError:
@@ -87,7 +87,7 @@ def _gives_memory(fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 
 
 def refuse_copy(operation: str) -> NoReturn:
-    """Raise the error of copies: they would not be tied to the flat buffers."""
+    """Raise the error for copies: they would not be tied to the flat buffers."""
     raise RuntimeError(
         expected(
             "a module that is not sharded",
@@ -102,17 +102,17 @@ def refuse_copy(operation: str) -> NoReturn:
 def guard_parameters(
     groups: Iterable[ParameterGroup], units: Iterable[nn.Module]
 ) -> list[nn.Module]:
-    """Make sharded parameters, and the plain modules that own them, refuse what would cut them off.
+    """Make sharded parameters, and the plain modules that own them, refuse wrong uses.
 
     Args:
         groups: The groups of one unit.
-        units: The unit's modules, which refuse through their class.
+        units: The unit's modules, whose class refuses already.
 
     Returns:
         The plain modules.
     """
     _watch_data_parallel()
-    # A dict, for an order that all ranks share.
+    # A dict keeps the order, which all ranks share.
     parts: dict[nn.Module, None] = {}
     for parameter in (p for group in groups for p in group.parameters):
         _guard_gradient_hooks(parameter.sharded)
@@ -126,13 +126,13 @@ def guard_parameters(
 
 @functools.cache
 def _watch_data_parallel() -> None:
-    """Have ``DistributedDataParallel`` refuse parameters of units, once for the process."""
+    """Make ``DistributedDataParallel`` refuse parameters of units; once per process."""
     register_module_module_registration_hook(_refuse_data_parallel)
 
 
 def _guard_part(module: nn.Module) -> None:
     """Make a plain module with sharded parameters refuse what its unit refuses."""
-    # A strong reference would be a cycle, and a deleted model would wait for the collector.
+    # A strong reference would be a cycle, which delays freeing a deleted model.
     reference = weakref.ref(module)
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -141,9 +141,9 @@ def _guard_part(module: nn.Module) -> None:
         refuse_changes(part, fn, recurse)
         return part
 
-    # On the instance: the class serves modules that are in no unit, and torch has hooks for none of
-    # the three. A copy would share the hooks of the unit, and .to() replaces sharded parameters
-    # even where it changes nothing.
+    # Set them on the instance: modules outside of units share the class, and torch has no hooks for
+    # these three methods. A copy would share the unit's hooks, and .to() replaces sharded
+    # parameters even if it changes nothing.
     module._apply = apply  # type: ignore[assignment, method-assign]
     module.__deepcopy__ = _refuse_deepcopy  # type: ignore[assignment]
     module.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment, method-assign]
@@ -159,7 +159,7 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 def _guard_gradient_hooks(parameter: torch.Tensor) -> None:
     """Make a sharded parameter refuse ``register_hook``: it is in no graph."""
-    # On the instance: other tensors of its class, such as a detached one, may be in a graph.
+    # Set it on the instance: other tensors of its class may be in a graph.
     parameter.register_hook = _refuse_gradient_hook  # type: ignore[assignment, method-assign]
 
 
@@ -175,11 +175,11 @@ def _refuse_gradient_hook(hook: object) -> NoReturn:
 
 
 def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    # torch's constructor registers the module before its first collective.
+    # DDP's constructor registers the module before its first collective.
     if not isinstance(wrapper, DistributedDataParallel) or module is None:
         return
     ignored = wrapper.parameters_to_ignore
-    # All names of a tied parameter must be ignored: the reducer finds it by any.
+    # All names of a tied parameter must be ignored: DDP's reducer finds it by any of them.
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         if fqn not in ignored and group_of(parameter) is not None:
             raise ValueError(
@@ -195,10 +195,10 @@ def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | Non
 def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
     """Raise if a parameter of a group was replaced in its module; local.
 
-    One comparison for each place of a parameter.
+    It costs one comparison for each place of a parameter.
 
     Raises:
-        RuntimeError: One was, or is missing.
+        RuntimeError: A parameter was replaced, or is missing.
     """
     for group in groups:
         found = group.find_replaced()
@@ -229,7 +229,7 @@ def _refuse_replaced(
 
 
 class Registrations:
-    """The number of modules and parameters that modules of the process have registered."""
+    """Counts the modules and parameters that are registered in modules of the process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -242,16 +242,16 @@ class Registrations:
 
 @functools.cache
 def registrations() -> Registrations:
-    """Return those since the first call of the process, by which a model is known to be as it was.
+    """Return the process's count of registrations: while it is unchanged, so are all models.
 
-    A walk over all modules at each forward would cost more than the hooks of its units.
+    Walking all modules at each forward would cost more than the hooks of the units.
     """
     return Registrations()
 
 
 def note_ignored(modules: Iterable[nn.Module]) -> None:
-    """Note where a unit leaves parameters alone, which :func:`refuse_added` does too; local."""
-    # By place: a load or to_empty() may put another parameter there.
+    """Note the places of parameters that a unit ignores, for :func:`refuse_added`; local."""
+    # Note places, not parameters: a load or to_empty() may put another parameter there.
     for module in (m for root in modules for m in root.modules()):
         named = module._parameters.items()
         names = [name for name, p in named if p is not None and group_of(p) is None]
@@ -265,12 +265,12 @@ def refuse_added(
     """Raise if modules have a trainable parameter that was registered after ``fully_shard``; local.
 
     Args:
-        modules: Those of the root, at rest.
+        modules: The modules of the root, at rest.
         groups: The groups of all units below them.
-        where: What would compute with it.
+        where: The call that would compute with the parameter, for the message.
 
     Raises:
-        RuntimeError: They have one, whose gradients no unit would reduce.
+        RuntimeError: They have such a parameter, whose gradients no unit would reduce.
     """
     owned = {id(p) for g in groups for r in g.parameters for p in (r.sharded, r.unsharded)}
     added = [
@@ -298,7 +298,7 @@ def refuse_transforms(unit_name: str) -> None:
     """Raise if ``torch.func`` transforms the forward of a unit; local.
 
     Raises:
-        NotImplementedError: It does, by another transform than ``vmap`` without gradients.
+        NotImplementedError: It does, by any transform but ``vmap`` without gradients.
     """
     names = func_transforms()
     if names and (torch.is_grad_enabled() or set(names) != {"vmap"}):
@@ -314,7 +314,7 @@ def refuse_transforms(unit_name: str) -> None:
 
 
 class GuardedUnit(Protocol):
-    """What the checks of state dicts read of a unit."""
+    """The part of a unit that the checks of state dicts read."""
 
     name: str
     groups: list[ParameterGroup]
@@ -345,10 +345,10 @@ def _before_state_dict(unit: GuardedUnit, *unused: object) -> None:
 
 
 def _show_main_weights(unit: GuardedUnit, where: str, *, is_read: bool) -> None:
-    """Show the sharded parameters, whose values alone are state; local.
+    """Show the sharded parameters, since only their values are state; local.
 
     Raises:
-        RuntimeError: The unit is at work, or has to show full compute weights.
+        RuntimeError: The unit is at work, or is pinned with full compute weights shown.
     """
     where, groups = f"{where} of unit '{unit.name}'", unit.groups
     if not unit.is_resting:
@@ -361,20 +361,20 @@ def _show_main_weights(unit: GuardedUnit, where: str, *, is_read: bool) -> None:
                 "one, call reset_iter_state() of the outermost unit first",
             )
         )
-    # Full parameters may be read where they are the main weights, gathered without a cast.
+    # Full parameters may be read if they are the main weights, gathered without a cast.
     is_cast = any(g.quantization is not None or g.dtypes.compute != g.dtypes.main for g in groups)
     if unit.is_pinned and (is_cast or not is_read):
         refuse_summoned(where)
-    # As torch does after unshard(): the state is that of the sharded parameters.
+    # After unshard() the state is that of the sharded parameters, as in torch.
     if any(group.is_shown_unsharded for group in groups):
         unit.show_sharded()
-    # A step that runs beside this thread still writes to the main weights, and over a load.
+    # A step in another thread may still write to main weights, and would overwrite a load.
     for group in groups:
         group.wait_for_step()
 
 
 def refuse_summoned(where: str) -> NoReturn:
-    """Raise the error of state that is read or written within ``summon_full_params``."""
+    """Raise the error for state that is read or written within ``summon_full_params``."""
     raise RuntimeError(
         expected(
             "sharded parameters, which have the main weights",
@@ -388,16 +388,16 @@ def refuse_summoned(where: str) -> NoReturn:
 def _after_state_dict(
     module: nn.Module, state: MutableMapping[str, object], prefix: str, *unused: object
 ) -> None:
-    """Make writes of ``torch.distributed.checkpoint`` to a state dict count as writes of ours."""
+    """Make writes of ``torch.distributed.checkpoint`` to a state dict count as writes to ours."""
     for name, parameter in module._parameters.items():
         shown = state.get(f"{prefix}{name}")
         if not (isinstance(shown, DTensor) and isinstance(parameter, ReplicatedParameter)):
             continue
         own = local_of(parameter)
-        # A hook of the user may have put a copy there, whose writes are not ours.
+        # A user's hook may have put a copy there: writes to a copy are not writes to ours.
         is_alias = local_of(shown).data_ptr() == own.data_ptr() and shown.dtype == own.dtype
         if is_alias and shown is not parameter:
-            # torch detaches, which starts a count of writes of its own; this one shares ours.
+            # torch's detached tensor has its own count of writes; this one shares ours.
             state[f"{prefix}{name}"] = wrap_like(parameter, own)
 
 
@@ -409,7 +409,7 @@ def _before_load_state_dict(
     metadata: dict[str, object],
     *unused: object,
 ) -> None:
-    # Parameters stay views of their flat buffer: values are copied.
+    # Values are copied, so that parameters stay views of their flat buffer.
     metadata["assign_to_params_buffers"] = False
     _show_main_weights(unit, "load_state_dict()", is_read=False)
     _drop_own_meta_tensors(module, state, prefix)
@@ -421,7 +421,7 @@ def _before_load_state_dict(
             continue
         if not isinstance(given, DTensor) or given.shape != parameter.shape:
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")
-        # Cut as distribute_tensor() and FSDP2 cut: all ranks load it, so all take part.
+        # This tensor is cut as by distribute_tensor() or FSDP2. All ranks load it, so all gather.
         full = _gathered(given)
         if not isinstance(parameter, UnevenDTensor):
             state[f"{prefix}{name}"] = wrap_like(parameter, full)
@@ -429,7 +429,7 @@ def _before_load_state_dict(
         rows = parameter.like(torch.empty_like(local_of(parameter), dtype=given.dtype))
         rows.copy_from_full_(full)
         state[f"{prefix}{name}"] = rows
-    # torch copies into the tensors after this hook: on the meta device the values would be lost.
+    # torch copies into the tensors after this hook: on the meta device values would be lost.
     give_memory_to_meta_tensors(
         module, device_of(unit.groups), is_wanted=lambda name: f"{prefix}{name}" in state
     )
@@ -440,7 +440,7 @@ def _before_load_state_dict(
 def _drop_own_meta_tensors(
     module: nn.Module, state: MutableMapping[str, object], prefix: str
 ) -> None:
-    """Remove the module's own meta tensors: torch's setters add them for names that they lack."""
+    """Remove the module's own meta tensors: torch's setters add them for missing names."""
     named = itertools.chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -451,7 +451,7 @@ def _drop_own_meta_tensors(
 
 
 def _is_on_another_mesh(given: object, parameter: torch.Tensor) -> bool:
-    """Return whether torch refuses to copy between two DTensors that it cuts by itself."""
+    """Return whether torch cuts both DTensors and refuses to copy between their meshes."""
     if isinstance(parameter, UnevenDTensor) or not isinstance(parameter, DTensor):
         return False
     return isinstance(given, DTensor) and given.device_mesh != parameter.device_mesh
@@ -460,11 +460,11 @@ def _is_on_another_mesh(given: object, parameter: torch.Tensor) -> bool:
 def _gathered(tensor: DTensor) -> torch.Tensor:
     """Return the whole of a tensor that torch has cut; collective."""
     placements = list(tensor.placements)
-    # Rows that an inner axis has cut before come together in another order, which torch knows.
+    # With strided shards rows come together in another order, which torch handles.
     if any(isinstance(placement, StridedShard) for placement in placements):
         return tensor.full_tensor()
-    # Axis by axis: where the mesh has been flattened, torch 2.13 gathers both axes at once and
-    # leaves the padding of uneven chunks in.
+    # Gather axis by axis: if the mesh was flattened, torch 2.13 would gather both axes at once and
+    # leave the padding of uneven chunks in the result.
     for axis in reversed(range(len(placements))):
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)

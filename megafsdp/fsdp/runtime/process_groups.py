@@ -1,8 +1,8 @@
 """Process groups that units need besides those of their meshes.
 
-Neighbours divide a unit's storage among themselves between forward and backward; a twin lets
+A group of neighbours divides a unit's storage between forward and backward; a twin group lets
 reductions run beside gathers. What is sent over them is decided elsewhere. The file also checks
-what NCCL would refuse at the first collective: two ranks on one GPU.
+that no two ranks use one GPU, which NCCL would refuse at the first collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megafsdp.mesh.torch_private import default_store, new_group_options
 class ExtraGroups:
     """Process groups that units need besides those of their meshes, each made once.
 
-    Making one is collective over its ranks alone.
+    Only the ranks of a group make it together (collective over them).
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class ExtraGroups:
             axes: The axes.
             num_ranks: Size of the group; divides the size of the inner axis.
         """
-        # Consecutive ranks: on the usual meshes those are of one host.
+        # Consecutive ranks: on the usual meshes they are on one host.
         first = axes.group.rank() // num_ranks * num_ranks
         return self._make(axes.group, first, num_ranks)
 
     def twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return another group of the same ranks, with a communicator of its own."""
+        """Return another group of the same ranks, with its own communicator."""
         return self._make(group, 0, group.size())
 
     def _make(self, group: dist.ProcessGroup, first: int, num_ranks: int) -> dist.ProcessGroup:
@@ -57,11 +57,11 @@ class ExtraGroups:
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Make a group of some ranks; the others make other groups, or none, and take no part."""
+    """Make a group of some ranks; other ranks make other groups, or none, and take no part."""
     world = dist.group.WORLD
     assert world is not None, "units have a mesh, which has a default group"
-    # Of a default group that is bound to a device torch splits the communicator, which needs all
-    # ranks of the world: one pipeline stage alone would wait for ever.
+    # If the default group is bound to a device, torch splits its communicator, which needs all
+    # ranks of the world: a pipeline stage on its own would wait for ever. So unbind it meanwhile.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(ranks, use_local_synchronization=True, **new_group_options())
@@ -72,7 +72,7 @@ def _new_group(ranks: list[int]) -> dist.ProcessGroup:
 def make_neighbours(
     groups: Iterable[ParameterGroup], num_ranks: bool | int | None, extra_groups: ExtraGroups
 ) -> None:
-    """Make the groups of neighbours that a choice of resharding after forward asks for."""
+    """Make the groups of neighbours that ``reshard_after_forward`` needs."""
     if isinstance(num_ranks, bool) or num_ranks is None:
         return
     for group in groups:
@@ -83,8 +83,8 @@ def make_neighbours(
 def num_neighbours(axes: DataParallelAxes, num_ranks: int) -> int:
     """Return how many of ``num_ranks`` neighbouring ranks, say of a node, divide a group's storage.
 
-    Experts may be divided among fewer ranks of a node than other parameters. One rank keeps all of
-    it; all of the inner axis have no slices but their shards.
+    Experts may be divided among fewer ranks of a node than other parameters. If the result is one,
+    the rank keeps the full storage; if it is the whole inner axis, each slice is just the shard.
     """
     return math.gcd(num_ranks, axes.group.size()) if axes.is_sharded else 1
 
@@ -94,8 +94,7 @@ def separate_reductions(
 ) -> None:
     """Choose whether reductions have communicators of their own; collective if they do.
 
-    One communicator runs one collective at a time, so a gather would wait for the reduction before
-    it.
+    One communicator runs one collective at a time, so a gather would wait for an earlier reduction.
     """
     for group in groups:
         inner, outer = group.axes.group, group.axes.outer_group
@@ -106,13 +105,13 @@ def separate_reductions(
 
 
 def require_own_gpus(mesh: DeviceMesh) -> None:
-    """Check that each rank of a mesh on NCCL computes on a GPU of its own; once a mesh.
+    """Check that each rank of a mesh on NCCL computes on its own GPU; once for each mesh.
 
-    Collective over the ranks of the mesh, by the store in which they met: what NCCL says at the
-    first collective names no cause, and not on all ranks.
+    Collective over the ranks of the mesh, through their rendezvous store. NCCL's own error at the
+    first collective names no cause, and does not come on all ranks.
 
     Raises:
-        ValueError: Two ranks have one GPU; on all ranks.
+        ValueError: Two ranks share a GPU; on all ranks.
     """
     group = flat_group(mesh)
     is_nccl = mesh.device_type == "cuda" and backends(group).get("cuda") == "nccl"
@@ -131,17 +130,17 @@ def require_own_gpus(mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _shared_gpus(group_name: str, rank: int, size: int) -> str:
-    """Return which ranks have one GPU, alike on all ranks; nothing if none do."""
+    """Return which ranks share a GPU, the same text on all ranks; empty if none do."""
     store = dist.PrefixStore(f"megafsdp/gpus/{group_name}/", default_store())
     store.set(str(rank), _own_gpu())
-    # The last one to come compares for all: each with each would be thousands of reads a rank.
+    # The last rank to arrive compares for all: otherwise each rank would read thousands of keys.
     if store.add("arrived", 1) == size:
         ranks_of: dict[str, list[str]] = {}
         for each in map(str, range(size)):
             ranks_of.setdefault(store.get(each).decode(), []).append(each)
         shared = [f"ranks {', '.join(r)} on {gpu}" for gpu, r in ranks_of.items() if r[1:]]
         store.set("shared", listed(shared, separator="; "))
-    # Waits for the last one.
+    # Waits for the last rank.
     return store.get("shared").decode()
 
 

@@ -1,9 +1,8 @@
-"""Which modules are units, and how the units under one root come to share a context.
+"""Attach units to modules, and let the units under one root share a context.
 
-A unit is attached to its modules. The outermost one adopts those below it when it first runs, after
-one check of what they must have in common: all are divided over the same ranks, which each rank
-sees by itself, and all ranks have made the same units, which takes one small collective. This file
-does not run units.
+When the outermost unit first runs, it adopts the units below it after one check. All must be
+divided over the same ranks, which each rank checks by itself; and all ranks must have made the same
+units, which takes one small collective. This file does not run units.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def attach(module: nn.Module, unit: AttachedUnit) -> None:
 
 
 def attached_unit(module: nn.Module) -> AttachedUnit | None:
-    """Return the unit of a module; None if it is of none."""
-    # Not by getattr(): a wrapper may pass unknown attributes on to the unit inside it.
+    """Return the unit of a module; None if it has none."""
+    # Not by getattr(): a wrapper may forward unknown attributes to a unit inside it.
     unit: AttachedUnit | None = module.__dict__.get(_UNIT_ATTRIBUTE)
     return unit
 
@@ -78,17 +77,17 @@ def attached_units(modules: Iterable[nn.Module]) -> dict[str, AttachedUnit]:
 def adopt_units_below(root: AttachedUnit) -> None:
     """Make ``root`` the outermost unit of all units below it; one small collective.
 
-    Units that are already under another living root stay under that one.
+    Units that are already under another living root stay under that root.
 
     Raises:
-        RuntimeError: A unit below is at work, or something below has no values or no unit.
+        RuntimeError: A unit below is at work, or a parameter below has no values or no unit.
         ValueError: Units are divided over different ranks, ranks differ in their layouts, dtypes or
             recipes, or recipes quantize nothing.
     """
     where = f"the first forward of '{root.name}'"
     num_registrations = registrations().count
     found = attached_units(root.modules)
-    # Another root gathers such a unit for itself, while this one would take it for released.
+    # Leave out units of another root: it gathers them while this one would take them for released.
     units = {name: unit for name, unit in found.items() if not _has_root_beside(unit, found)}
     refuse_replaced(group for unit in units.values() for group in unit.groups)
     refuse_added(root.modules, [g for unit in found.values() for g in unit.groups], where=where)
@@ -104,47 +103,48 @@ def adopt_units_below(root: AttachedUnit) -> None:
                     hint="Call the outermost module first",
                 )
             )
-    # Before the first gather: ranks that differ would hang in it, or mix their parameters.
+    # Check before the first gather: ranks that differ would hang in it, or mix their parameters.
     check_agreement({name: unit.groups for name, unit in units.items()})
     _report_quantization(root, units, where)
     context = FSDPContext(root, units.values())
     context.num_registrations = num_registrations
     for unit in units.values():
         make_neighbours(unit.groups, unit.options.reshard_after_forward, context.extra_groups)
-    # One NCCL communicator runs one collective at a time: a gather would wait for the reduction
-    # before it. gloo runs them beside each other.
+    # One NCCL communicator runs one collective at a time: a gather would wait for an earlier
+    # reduction. gloo runs them concurrently.
     is_on_cuda = any(g.device.type == "cuda" for unit in units.values() for g in unit.groups)
     choices = [unit.options.separates_reductions for unit in units.values()]
     if any(choices) or (is_on_cuda and False not in choices):
         context.separate_reductions(True)
     for unit in units.values():
         unit.context = context
-        # One peak for the whole model: peaks of units that are not at one time do not add up.
+        # The root's ledger finds the peak of the whole model: units peak at different times, so
+        # their peaks do not add up.
         unit.memory.ledger.merge_into(root.memory.ledger)
         unit.memory.host_ledger.merge_into(root.memory.host_ledger)
     share_slabs(list(units.values()), root.memory.ledger)
 
 
 def refuse_changed_modules(unit: AttachedUnit, context: FSDPContext) -> None:
-    """Raise if modules below a root have others' parameters since it was looked at; local.
+    """Raise if parameters of modules below a root have changed since the last check; local.
 
-    One comparison as long as no module of the process registers anything.
+    It costs one comparison as long as no module of the process registers anything.
 
     Raises:
-        RuntimeError: A parameter was replaced, or a trainable one is of no unit.
+        RuntimeError: A parameter was replaced, or a trainable one belongs to no unit.
     """
     count = registrations().count
     if count == context.num_registrations or not context.is_root(unit):
         return
     refuse_replaced(context.groups)
-    # Modules may have got fully_shard() calls of their own meanwhile.
+    # fully_shard() may have been called on modules below meanwhile.
     groups = [g for u in attached_units(unit.modules).values() for g in u.groups]
     refuse_added(unit.modules, groups, where=f"a forward of '{unit.name}'")
     context.num_registrations = count
 
 
 def reasons_to_keep(units: Mapping[str, AttachedUnit]) -> dict[str, str]:
-    """Return why recipes leave parameters as they are, by FQN; empty where they do not."""
+    """Return why recipes leave parameters unquantized, by FQN; empty texts for quantized ones."""
     return {
         f"{prefix}.{p.name}".lstrip("."): p.kept_because
         for prefix, unit in units.items()
@@ -155,15 +155,16 @@ def reasons_to_keep(units: Mapping[str, AttachedUnit]) -> dict[str, str]:
 
 
 def _report_quantization(root: AttachedUnit, units: Mapping[str, AttachedUnit], where: str) -> None:
-    """Log once what recipes leave as it is.
+    """Log once which parameters recipes leave unquantized.
 
     Raises:
-        ValueError: It is all; raised on all ranks, which have the same units.
+        ValueError: They leave all; raised on all ranks, which have the same units.
     """
     recipes = {q for unit in units.values() if (q := unit.policy.quantization) is not None}
     if not recipes:
         return
-    # After check_agreement(): ranks without a recipe would wait in it for those that raise here.
+    # Call this after check_agreement(): ranks without a recipe would wait there for ranks that
+    # raise here.
     reasons = reasons_to_keep(units)
     check_any_is_quantized(recipes, reasons, where=where)
     if rank_and_world_size()[0] == 0:
@@ -177,7 +178,7 @@ def _report_quantization(root: AttachedUnit, units: Mapping[str, AttachedUnit], 
 
 
 def _has_root_beside(unit: AttachedUnit, found: dict[str, AttachedUnit]) -> bool:
-    """Return whether a unit is under a root that is none of these units."""
+    """Return whether a unit is under a root that is not among these units."""
     context = unit.context
     roots = [] if context is None else [u for u in context.units if context.is_root(u)]
     return any(all(root is not other for other in found.values()) for root in roots)
@@ -192,7 +193,7 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
     """
     _check_same_ranks(groups_of_units)
     groups = [(name, g) for name, members in groups_of_units.items() for g in members]
-    # One exchange for each set of ranks: experts may have others than the rest of a unit.
+    # One exchange for each set of ranks: experts may have other ranks than the rest of a unit.
     for everyone in dict.fromkeys(group.axes.everyone for _, group in groups):
         layouts = [(n, g.fingerprint()) for n, g in groups if g.axes.everyone == everyone]
         require_equal(
@@ -204,11 +205,11 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
 
 
 def _check_same_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
-    # Experts have a mesh of their own: units with and without experts are compared in each kind.
+    # Experts may have their own mesh: compare experts and other parameters separately.
     first: dict[bool, tuple[str, list[int]]] = {}
     for name, members in groups_of_units.items():
         for is_expert in (False, True):
-            # Groups of one unit may have ranks of their own; together they have all.
+            # Groups of one unit may have different ranks: compare the union.
             axes = [group.axes for group in members if group.axes.is_expert is is_expert]
             of_groups = [dist.get_process_group_ranks(a.all_ranks) for a in axes]
             ranks = sorted({rank for of_group in of_groups for rank in of_group})

@@ -1,9 +1,9 @@
-"""When units are gathered and reduced, and how many at a time.
+"""Decide when units are gathered and reduced, and how many at a time.
 
-A :class:`FSDPContext` is shared by all units under one root. It records the order in which units
-run, in forward and in backward, and from the next run on gathers the next ``prefetch`` units while
-one computes. At most ``prefetch + 1`` units are unsharded, besides those reserved for backward (the
-root and the last unit, or what the user asks for). Reductions run beside the next unit's backward,
+All units under one root share a :class:`FSDPContext`. It records the order in which units run, in
+forward and in backward, and from the next run on gathers the next ``prefetch`` units while one
+computes. At most ``prefetch + 1`` units are unsharded, besides those reserved for backward (the
+root and the last unit, or those the user chose). Reductions run beside the next unit's backward,
 with one or two inputs alive, and every backward ends in one callback of the autograd engine.
 
 With prefetch 1 and units a, b, c::
@@ -12,10 +12,10 @@ With prefetch 1 and units a, b, c::
     compute     a   b   c | c  b   a
     reduce                    c   b   a
 
-Calls go one way. In backward autograd's hooks call the schedule, and the schedule calls its units
-and their gradients; a unit that is called does not call back. In forward a unit's hooks on its
-modules call the schedule, which calls the unit. What a unit or a gradient does when it is called is
-not decided here.
+Calls go one way. In backward, autograd's hooks call the schedule, and the schedule calls its units
+and their gradients; a unit that is called does not call back. In forward, a unit's hooks on its
+modules call the schedule, which calls the unit. What a unit or a gradient then does is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ T = TypeVar("T")
 class RecordedOrder(Generic[T]):
     """The order in which units ran last time, followed until a run departs from it.
 
-    A run is recorded from :meth:`start` to the next. While it agrees with the record,
-    :meth:`arrive` names the units that come next; after the first difference it names none, and the
-    new order is what the next run follows.
+    A run is recorded from one :meth:`start` to the next. While it agrees with the record,
+    :meth:`arrive` returns the units that come next; after the first difference it returns none, and
+    the next run follows the new order.
     """
 
     def __init__(self) -> None:
@@ -81,21 +81,21 @@ class RecordedOrder(Generic[T]):
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What the user chose of a unit's schedule; a change replaces the whole.
+    """The user's choices for a unit's schedule; a change replaces the whole object.
 
     Attributes:
         prefetch: How many units to gather ahead.
         reshard_after_forward: Whether storage is freed between forward and backward; a number
-            frees all but a slice on each of so many neighbours; None lets the schedule decide.
+            keeps a slice on each of that many neighbours; None lets the schedule decide.
         nccl_user_buffers: Whether gathers fill memory that is registered with NCCL.
         reshard_after_backward: Whether storage is freed when the unit's backward ends.
         unshard_in_backward: Whether backward gathers the unit.
         requires_gradient_sync: Whether backward reduces gradients; False adds them up locally.
         requires_all_reduce: Whether sums go over the outer axis too, if there is one.
-        max_reductions: How many reductions may be under way; of units under one root the largest
-            counts, for they share one queue.
-        separates_reductions: Whether reductions have communicators of their own; None means as the
-            device wants it. One unit that wants them has them made for all under one root.
+        max_reductions: How many reductions may be under way; the largest value under one root
+            counts, since units share one queue.
+        separates_reductions: Whether reductions have communicators of their own; None takes the
+            default of the device. If one unit wants them, all under its root get them.
         forward_prefetch: Units to gather ahead in forward; None follows the recorded order.
         backward_prefetch: The same in backward.
     """
@@ -119,7 +119,7 @@ class UnitOptions:
 
 
 class ScheduledUnit(Protocol):
-    """The part of a unit that the schedule calls. None of it calls the schedule."""
+    """The part of a unit that the schedule calls; it never calls the schedule back."""
 
     name: str
     options: UnitOptions
@@ -145,12 +145,12 @@ class ScheduledUnit(Protocol):
 
     @property
     def is_list(self) -> bool:
-        """Return whether the unit is of several modules."""
+        """Return whether the unit has several modules."""
 
     def needs_maxima(self, *, in_backward: bool = False) -> bool:
-        """Tell whether a stale weight needs the maxima of other ranks.
+        """Return whether a stale weight needs the maxima of other ranks.
 
-        Before a forward, written weights are marked stale first.
+        Before a forward, this first marks weights stale that were written to.
         """
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
@@ -166,10 +166,10 @@ class ScheduledUnit(Protocol):
         """Begin the unit's backward."""
 
     def freeze_as_in(self, token: ForwardToken) -> None:
-        """Freeze and unfreeze the unsharded parameters as they were in a forward."""
+        """Set ``requires_grad`` of the unsharded parameters as it was in a forward."""
 
     def show_unsharded(self, *, in_backward: bool = False) -> None:
-        """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
+        """Put the unsharded parameters into the modules; in backward, frozen as in forward."""
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
@@ -185,7 +185,7 @@ class ScheduledUnit(Protocol):
 
 
 def references(units: Iterable[ScheduledUnit]) -> tuple[weakref.ref[ScheduledUnit], ...]:
-    """Return weak references to units, as options have them."""
+    """Return weak references to units, the form that options hold."""
     return tuple(weakref.ref(unit) for unit in units)
 
 
@@ -194,13 +194,13 @@ class ReductionQueue:
 
     Attributes:
         max_waiting: How many may be under way in each stage while the next unit's backward runs.
-            Each has one unit's gradients alive.
+            Each keeps one unit's gradients alive.
     """
 
     def __init__(self) -> None:
         self.max_waiting = 1
         self._inner_sums: list[Reduction] = []
-        # What follows an inner sum: the sum over the outer axis, or the copy to the host.
+        # Reductions after their inner sum: in the sum over the outer axis, or the copy to the host.
         self._second_stages: list[Reduction] = []
 
     def __bool__(self) -> bool:
@@ -208,21 +208,21 @@ class ReductionQueue:
         return bool(self._inner_sums or self._second_stages)
 
     def make_room(self) -> None:
-        """Wait for the oldest reductions before one more is packed: their inputs are freed."""
+        """Wait for the oldest reductions, which frees their inputs, before one more is packed."""
         self.finish(self.max_waiting - 1, self.max_waiting)
 
     def add(self, reduction: Reduction) -> None:
-        """Add a reduction that was issued, and wait for older ones that are too many."""
+        """Add a reduction that was issued, and wait for the oldest ones if there are too many."""
         self._inner_sums.append(reduction)
         self.finish(self.max_waiting, self.max_waiting)
 
     def finish(self, num_inner: int = 0, num_second: int = 0) -> None:
-        """Wait for the oldest reductions, so that at most so many are left in each stage.
+        """Wait for the oldest reductions, until at most these numbers are left in each stage.
 
-        All ranks do so in the same order, which is that of the collectives of the second stage.
+        All ranks wait in the same order, which is that of the collectives of the second stage.
         """
         while len(self._inner_sums) > num_inner:
-            # Removed first: a user's hook on a gradient may raise, and the reduction has ended.
+            # Remove it first: a user's hook on a gradient may raise after the reduction has ended.
             reduction = self._inner_sums.pop(0)
             reduction.reducer.advance(reduction)
             if reduction.stage is not Stage.DONE:
@@ -243,7 +243,7 @@ class WholeBackward:
 
     Attributes:
         is_running: Whether it has begun and not ended; an exception may have cut it short.
-        is_order_begun: Whether a unit that is in the recorded order has begun its own.
+        is_order_begun: Whether a unit that is in the recorded order has begun its backward.
     """
 
     is_running: bool = True
@@ -251,7 +251,7 @@ class WholeBackward:
 
 
 class FSDPContext:
-    """What the units under one root share.
+    """The state that the units under one root share.
 
     Args:
         root: The outermost unit.
@@ -259,9 +259,9 @@ class FSDPContext:
 
     Attributes:
         is_last_microbatch: Whether no other microbatch comes before the optimizer's step.
-        has_unfinished_backward: Whether a backward has run and the last microbatch's has not ended.
-        optimizer_may_start: Whether the user declared the microbatch to be the last: an optimizer
-            may begin its step.
+        has_unfinished_backward: Whether a backward has begun and the last microbatch's has not
+            ended.
+        optimizer_may_start: Whether the user declared this the last microbatch: a step may begin.
         forward_pass: The last pass that began.
         passes_in_backward: Passes whose backward has begun in the backward under way.
         reductions: The reductions under way.
@@ -281,12 +281,12 @@ class FSDPContext:
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._whole_backward = WholeBackward(is_running=False)
-        # Units gathered ahead that have not run. By id: references keep a deleted model alive.
+        # Ids of units gathered ahead that have not run: references keep a deleted model alive.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
-        # Marks of changed main weights when histories were rolled last.
+        # The number of marks of changed main weights when histories were last rolled.
         self._num_marks_rolled = 0
-        # Registrations of the process when the modules below the root were looked at last.
+        # The number of registrations when the modules below the root were last checked.
         self.num_registrations = 0
 
     @property
@@ -316,8 +316,8 @@ class FSDPContext:
             self._begin_root()
         elif self.has_backward_begun:
             self.reset_after_error()  # An exception cut it short: none runs on this thread.
-        # A module of a list that runs after the root, as a head on chunks of the root's output, is
-        # a part of the root's pass: what ran of the list before waits for the same backward.
+        # A module of a list that runs after the root, such as a head on chunks of its output, is a
+        # part of the root's pass: the list's other modules wait for the same backward.
         if root is unit or (self.is_without_root(unit) and not unit.is_list):
             self.forward_pass = ForwardPass()
 
@@ -329,7 +329,7 @@ class FSDPContext:
     def _begin_root(self) -> None:
         self.reset_after_error()
         read_environment()
-        # Usage that only other ranks read. Waited for this late, it costs next to nothing.
+        # Exchanges that only other ranks read. Waiting this late costs next to nothing.
         self._finish_exchanges()
         self._forward.start()
         self.roll_histories()
@@ -338,8 +338,8 @@ class FSDPContext:
     def roll_histories(self) -> None:
         """Roll the histories of delayed scaling, once after each change of weights; collective.
 
-        Also where a step changes other weights alone, as that of adapters on frozen ones: layers
-        record maxima all the same. Before any layer of the pass records others.
+        A step that changes only other weights, such as adapters on frozen ones, rolls them too,
+        since layers record maxima all the same. Call it before any layer of the pass records more.
         """
         groups = self.groups
         with_history = [group for group in groups if group.has_history]
@@ -347,7 +347,7 @@ class FSDPContext:
             return
         for group in with_history:
             group.mark_stale_if_written()
-        # Of other groups marks alone: a rank without rows of a weight finds no writes to it.
+        # Count only the marks of other groups: a rank without rows of a weight sees no writes.
         num_marks = sum(group.num_marks for group in groups)
         is_stale = any(group.compute_weight.is_stale for group in with_history)
         if is_stale or num_marks != self._num_marks_rolled:
@@ -355,10 +355,10 @@ class FSDPContext:
             refresh_with_maxima(groups)
 
     def _join_divided(self) -> None:
-        """Issue what the outer axis gathers once a step, all at once and in one order.
+        """Issue all gathers over the outer axis that are made once a step, in one order.
 
-        A unit waits for its part when it is gathered. A weight that an optimizer has moved, or
-        that needs maxima, is joined when all ranks have these.
+        A unit waits for its own when it is gathered. A weight that an optimizer has moved, or that
+        needs maxima, is joined later, when it is refreshed.
         """
         for group in self.groups:
             weight = group.compute_weight
@@ -369,14 +369,14 @@ class FSDPContext:
     def unshard_for_forward(self, unit: ScheduledUnit) -> None:
         """Gather a unit for its forward, and issue the gathers of those expected next."""
         root = self._root()
-        # A unit that runs without the root is in no forward order.
+        # A unit that runs without the root has no place in the forward order.
         is_in_order = root is not None and root.is_at_work
         self._unshard(unit, self._forward, is_in_order=is_in_order)
 
     def is_reserved_for_backward(self, unit: ScheduledUnit) -> bool:
-        """Return whether a unit stays unsharded after forward: the root, the last unit, or by wish.
+        """Return whether a unit stays unsharded after forward: the root, the last unit, or chosen.
 
-        Those two are the first that backward needs: to free them would gather them at once again.
+        Backward needs the root and the last unit first: if freed, they would be gathered again.
         """
         if unit.options.reshard_after_forward is not None:
             return not unit.options.reshard_after_forward
@@ -391,14 +391,14 @@ class FSDPContext:
 
     @untraced_hook
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
-        """Begin a unit's backward: a gradient of one of its outputs is there."""
+        """Begin a unit's backward: a gradient of one of its outputs has arrived."""
         with profiler_range("pre_backward", unit.name):
             self.begin_whole_backward()
             self.passes_in_backward.add(token.forward_pass)
             unit.outstanding.add(token)
             # Forwards of one backward may differ in what was frozen.
             unit.freeze_as_in(token)
-            # Each output of each forward calls; the first one begins.
+            # Each output of each forward calls this; the first call begins the backward.
             if unit.is_in_backward:
                 return
             unit.enter_backward()
@@ -410,26 +410,26 @@ class FSDPContext:
             unit.show_unsharded(in_backward=True)
 
     def begin_whole_backward(self) -> None:
-        """Have the autograd engine call :meth:`end_backward` when it is done; once a backward."""
+        """Make the autograd engine call :meth:`end_backward` at its end; once per backward."""
         if self._whole_backward.is_running:
             return
         self._whole_backward = WholeBackward()
         self.has_unfinished_backward = True
         chosen = (unit.options.max_reductions for unit in self.units)
-        # A model may be gone before its backward.
+        # The model, and with it all units, may be gone before its backward.
         self.reductions.max_waiting = max(chosen, default=1)
         show_sharded = partial(self._show_sharded_after, self._whole_backward)
-        # The engine calls it on this thread, after the last node and before backward() returns.
+        # The engine calls this on the same thread, after the last node, before backward() returns.
         call_after_backward(self.end_backward, when_freed=show_sharded)
 
     def _show_sharded_after(self, backward: WholeBackward) -> None:
         """Show the sharded parameters of units whose backward was cut short; local.
 
-        Users clear gradients then, through whatever parameters the modules have. The rest waits for
-        the next forward, which all ranks run.
+        Users then clear gradients, through the parameters that the modules have. The rest of the
+        reset waits for the next forward, which all ranks run.
         """
         if backward is not self._whole_backward:
-            return  # Another has begun: a thread of the engine was late.
+            return  # Another backward has begun: a thread of the engine was late.
         for unit in self.units:
             if unit.is_in_backward:
                 unit.show_sharded()
@@ -438,10 +438,10 @@ class FSDPContext:
     def inputs_done(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """End a unit's backward if no other forward of it waits in the passes under way.
 
-        Passes that may follow are not considered: a graph that is alive on one rank alone would
-        make that rank wait.
+        Passes that may follow do not count: a graph that is alive on one rank alone would make that
+        rank wait.
         """
-        # The unit's outputs may have been hidden from hooks, and those of the root.
+        # Begin here too: the outputs of the unit and of the root may have been hidden from hooks.
         self.begin_whole_backward()
         unit.outstanding.discard(token)
         if not unit.outstanding.has_any_of(self.passes_in_backward):
@@ -452,10 +452,10 @@ class FSDPContext:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
         self._whole_backward.is_running = False
         units, root = self.units, self._root()
-        # All ranks end the rest in this order, whichever gradients arrived on each of them.
+        # All ranks end the remaining units in this order, whichever gradients arrived on them.
         for unit in reversed(units):
             self._end_unit(unit)
-        # A recomputation may have run some modules of a list, and none of the others follows.
+        # A recomputation may have run only some modules of a list: the others will not follow.
         if root is None or not root.is_at_work:
             for unit in units:
                 unit.end_partial_forward()
@@ -463,7 +463,7 @@ class FSDPContext:
             self._reduce_leftovers(units)
         for unit in units:
             unit.is_hidden = False
-        # Before backward() returns: users read .grad at once.
+        # Finish before backward() returns: users read .grad at once.
         self.reductions.finish()
         self._release_all(is_after_backward=True)
         if self.is_last_microbatch:
@@ -478,13 +478,13 @@ class FSDPContext:
     def _end_unit(self, unit: ScheduledUnit) -> None:
         """Reshard a unit after its backward, and reduce its gradients or add them up; collective.
 
-        A unit may have gradients without a begun backward: an object hid its outputs from the
-        hooks, or a user's hook made them.
+        A unit may have gradients although its backward did not begin: an object hid its outputs
+        from the hooks, or a user's hook made them.
         """
         if not unit.is_in_backward and not any(g.gradients.has_grads for g in unit.groups):
             return
         with profiler_range("post_backward", unit.name):
-            # Storage is freed before the partial gradients are packed, where the peak is.
+            # Free storage before the partial gradients are packed, which is the peak of memory.
             unit.leave_backward()
             options = unit.options
             for group in unit.groups:
@@ -499,13 +499,13 @@ class FSDPContext:
                     self._reduce(gradients, is_final=options.requires_all_reduce)
 
     def _reduce(self, gradients: GradientReducer, *, is_final: bool) -> None:
-        """Issue a reduction and finish older ones, so that few inputs are alive."""
+        """Issue a reduction, and finish older ones so that few inputs are alive."""
         if gradients.is_reducing:
             # An earlier forward of the same unit ended in the same backward.
             self.reductions.finish()
         elif gradients.sums_in_library:
-            # One input less is alive. Only on gloo the thread itself would wait before it packs,
-            # where the exchange can run beside the packing.
+            # This keeps one input less alive. Not on gloo: there the thread itself would wait,
+            # while the exchange can run beside the packing.
             self.reductions.make_room()
         self.reductions.add(
             gradients.start_reduce(
@@ -515,7 +515,7 @@ class FSDPContext:
         )
 
     def _reduce_leftovers(self, units: list[ScheduledUnit]) -> None:
-        """Issue the reductions that waited for this backward, of units that it did not run."""
+        """Issue reductions that waited for this backward, for units that did not run in it."""
         for unit in reversed(units):
             is_final = unit.options.requires_all_reduce
             for group in unit.groups if unit.options.requires_gradient_sync else ():
@@ -526,14 +526,14 @@ class FSDPContext:
         self._exchanges = agree_on_usage(self.groups)
 
     def _finish_exchanges(self) -> None:
-        """Wait for what the last backward exchanged and this rank does not read."""
+        """Wait for the exchanges of the last backward that this rank does not read."""
         while self._exchanges:
             self._exchanges.pop().wait()
 
     def start_unshard(self, unit: ScheduledUnit, *, in_backward: bool = False) -> None:
-        """Issue the gathers of a unit, before which ranks may have to agree on maxima."""
+        """Issue the gathers of a unit; ranks may first have to agree on maxima."""
         if unit.needs_maxima(in_backward=in_backward):
-            # For all units at once: one small all-reduce a step instead of one a unit.
+            # Do it for all units at once: one small all-reduce per step instead of per unit.
             for group in () if in_backward else self.groups:
                 group.mark_stale_if_written()
             refresh_with_maxima(self.groups)
@@ -544,8 +544,8 @@ class FSDPContext:
     ) -> None:
         """Gather a unit, and issue the gathers of those expected next before waiting for it.
 
-        The root's backward begins with the loss and the head, when most bytes are alive: only what
-        the user chose is gathered beside them.
+        The root's backward begins with the loss and the head, when most bytes are alive: only units
+        that the user chose are gathered ahead beside them.
         """
         in_backward = order is self._backward
         self._ahead.discard(id(unit))
@@ -554,20 +554,20 @@ class FSDPContext:
         if in_backward and self.is_root(unit):
             recorded = []
         self._gather_ahead(unit, recorded, in_backward=in_backward)
-        # Last: the gathers ahead are under way while this one is waited for.
+        # Wait last, while the gathers ahead are under way.
         unit.finish_unshard()
 
     def _gather_ahead(
         self, unit: ScheduledUnit, recorded: list[ScheduledUnit], *, in_backward: bool
     ) -> None:
-        """Issue the gathers of what comes after a unit: recorded units or those the user chose."""
+        """Issue the gathers of the next units: the recorded ones or those the user chose."""
         chosen = unit.options.prefetched(in_backward=in_backward)
         for other in recorded if chosen is None else chosen:
             if any(group.step_in_flight for group in other.groups):
-                break  # Its weights may be under way: this unit must not wait for them.
-            # Units that were gathered before and have not run count: their storage is alive too.
+                break  # A step may still change its weights: this unit must not wait for that.
+            # Units that were gathered ahead earlier and have not run count: they hold storage too.
             if chosen is not None or len(self._ahead) < unit.options.prefetch:
-                # A unit that is unsharded already takes no new storage, so it is not counted.
+                # A unit that is already unsharded takes no new storage, so it does not count.
                 if not other.is_unsharded:
                     self._ahead.add(id(other))
                 self.start_unshard(other, in_backward=in_backward)
@@ -580,11 +580,11 @@ class FSDPContext:
 
     @property
     def has_backward_begun(self) -> bool:
-        """Return whether a backward has not ended: it runs, or an exception cut it short."""
+        """Return whether a backward has begun and not ended: running or cut short by an error."""
         return self._whole_backward.is_running or bool(self.reductions)
 
     def reset_after_error(self) -> None:
-        """Undo what an exception cut short; sums of earlier microbatches outlive a forward."""
+        """Undo a pass that an exception cut short; after a forward, earlier sums are kept."""
         is_backward = self.has_backward_begun
         if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return

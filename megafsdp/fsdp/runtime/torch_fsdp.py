@@ -1,15 +1,16 @@
 """Codes of quantized parameters under torch's FSDP2, made from fp32 main weights.
 
 The parameter of a rank is quantized (:mod:`megafsdp.quantize.shard`), and torch gathers its codes.
-A scale may be of rows that several ranks have: of the whole matrix, or in nvfp4 of the maximum of
-all tiles. Then maxima are combined first, for all parameters at once, as the engine does. Scales of
-tiles or of matrices of a stack are a rank's own, because cuts go between them. Parts that tensor
-parallelism makes of a matrix have one scale of the matrix too, so files are of any degree:
+A scale may cover rows on several ranks: one scale for the whole matrix, or in nvfp4 the maximum of
+all tiles. Then maxima are combined first, for all parameters at once, as in the engine. Scales of
+tiles, or of matrices of a stack, belong to one rank, because cuts go between them. The parts into
+which tensor parallelism cuts a matrix share the scale of the matrix too, so that checkpoints do not
+depend on the degree:
 
     rows 256 on 2 ranks     tiles of 128: rank 0 has tiles 0, rank 1 tiles 1; nothing is exchanged
                             one scale:    maxima 3 and 5, the largest of which scales both
 
-Which parameters are quantized, and by whom, is in :mod:`megafsdp.fsdp.quantized_model`.
+:mod:`megafsdp.fsdp.quantized_model` chooses the parameters and quantizes them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LOGGER = logging.getLogger("megafsdp.fsdp")
 
 
 def shard_of(parameter: torch.Tensor) -> QuantizedShard | None:
-    """Return the quantized tensor that a parameter is, or is made of; None for any other."""
+    """Return the quantized tensor that a parameter is or wraps; None for other parameters."""
     local = local_object(parameter)
     return local if isinstance(local, QuantizedShard) else None
 
@@ -46,7 +47,7 @@ def require_main_weight(shard: QuantizedShard) -> MainWeight:
     """Return the main weight of a parameter that ``quantize_`` has made.
 
     Raises:
-        RuntimeError: It is a copy of one.
+        RuntimeError: The parameter is a copy, which has no main weight.
     """
     if shard.main is None:
         raise RuntimeError(
@@ -63,7 +64,7 @@ def require_main_weight(shard: QuantizedShard) -> MainWeight:
 
 @torch.no_grad()
 def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
-    """Give main weights the values of codes that were loaded without them; local."""
+    """Decode codes that were loaded without main weights into the main weights; local."""
     overtaken = []
     for shard in shards:
         main = require_main_weight(shard)
@@ -81,16 +82,17 @@ def adopt_loaded_codes(shards: Iterable[QuantizedShard]) -> None:
 
 
 def _layout_of(shard: QuantizedShard, weight: MainWeight) -> Layout:
-    # A load may have brought other memory for the main weight, never another shape.
+    # A load may have given the main weight other memory, but never another shape.
     layout, values = weight.layout, weight.values
     if layout is None or layout.values is not values:
         form, shape = shard.recipe.weight, weight.shape
         rows = 1 if len(shape) == 2 else shape[1]
-        # The format computes the scales of a whole grid; nvfp4's are in units of its maximum.
+        # The format computes the scales of a whole grid; those of nvfp4 are relative to its
+        # maximum.
         is_whole = not shard.scales().own or shape == shard.stored_shape
         layout = weight.layout = Layout(
             values,
-            # Contiguous since quantize_() copied them, or since a load did.
+            # The values are contiguous: quantize_() or a load has copied them.
             Fragment(values.view(-1), shape, weight.first * rows),
             form.num_maxima(shape),
             0 if is_whole else form.table_nbytes(shape),
@@ -100,11 +102,11 @@ def _layout_of(shard: QuantizedShard, weight: MainWeight) -> Layout:
 
 @torch.no_grad()
 def write_full_values(tensor: DTensor, full: torch.Tensor) -> bool:
-    """Set the values of a quantized parameter from those of the whole, and make its codes.
+    """Set the values of a quantized parameter from a full tensor, and make its codes.
 
-    Collective as :func:`encode_main_weights`. What one rank got from one rank is quantized, and is
-    copied with its histories. Returns False, and does nothing, for what is not quantized, and for
-    other shapes.
+    Collective as :func:`encode_main_weights`. A full tensor that is quantized itself is copied with
+    its histories on a mesh of one rank, and decoded on others. Returns False, and does nothing, if
+    the parameter is not quantized or the shapes differ.
     """
     shard, mesh = shard_of(tensor), tensor.device_mesh
     if shard is None or full.shape != tensor.shape:
@@ -115,7 +117,7 @@ def write_full_values(tensor: DTensor, full: torch.Tensor) -> bool:
             return True
         full = full.decode()
     main = require_main_weight(shard)
-    # Every rank has all of it: nothing is sent.
+    # Every rank has the full tensor: nothing is sent.
     rows = distribute_tensor(full.to(main.values), mesh, tensor.placements, src_data_rank=None)
     main.values.copy_(local_object(rows))
     encode_main_weights([shard])
@@ -125,29 +127,30 @@ def write_full_values(tensor: DTensor, full: torch.Tensor) -> bool:
 class _Encoding:
     """One weight within one encoding of many."""
 
-    # One a parameter and step: plain attributes cost as much as all that is done with them.
+    # One object is made for each parameter and step: without slots its attributes would cost as
+    # much as the rest of the work on it.
     __slots__ = ("format", "layout", "maxima", "num_pending", "pending", "shard", "weight")
 
     def __init__(self, shard: QuantizedShard) -> None:
         self.shard, self.weight = shard, require_main_weight(shard)
         self.format: WeightFormat = shard.recipe.weight
         self.layout = _layout_of(shard, self.weight)
-        # Fixed by the recipe, so that ranks agree on sizes whatever their layers have recorded.
+        # The recipe fixes it, so that ranks agree on sizes whatever their layers have recorded.
         self.num_pending = 0 if shard.state is None else NUM_PENDING
         self.maxima = self.pending = self.layout.values
 
     @property
     def num_combined(self) -> int:
-        """Return how many numbers it adds to those that are combined."""
+        """Return how many of the combined numbers are those of this weight."""
         return self.layout.num_maxima + self.num_pending
 
     def new_table(self) -> torch.Tensor:
-        """Return where scales of the whole go: the parameter's own table if it is as long."""
+        """Return memory for the scales of the whole grid: the parameter's own table if it fits."""
         table, nbytes = self.shard.table, self.layout.table_nbytes
         return table.new_empty(nbytes) if nbytes else table
 
     def take_table(self, table: torch.Tensor) -> None:
-        """Keep the scales of the own rows of a table of :meth:`new_table`."""
+        """Keep the scales of this rank's rows from a table of :meth:`new_table`."""
         if table is not self.shard.table:
             first = self.weight.first
             end = first + self.shard.stored_shape[0]
@@ -162,21 +165,21 @@ def encode_main_weights(
     """Make codes and scales of parameters from their main weights.
 
     Collective over the ranks that have rows under one scale: one all-reduce for all parameters of
-    one mesh, and one more over each model axis that cuts a matrix of one scale. Allocates the
-    maxima, and frees them.
+    one mesh, and one more over each model axis that cuts a matrix with one scale. The maxima are in
+    memory during the call.
 
     Args:
         shards: The parameters, the same on all ranks in the same order.
-        has_recorded: Whether layers may have recorded something on some rank.
-        is_step: Whether a step has made the main weights.
+        has_recorded: Whether layers may have recorded maxima on some rank.
+        is_step: Whether a step has changed the main weights.
     """
-    # Before anything reads main weights: codes of a load would be overwritten by older values.
+    # Before anything reads main weights: otherwise older values would overwrite loaded codes.
     adopt_loaded_codes(shards)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Encoding]] = {}
     for shard in shards:
         encoding = _Encoding(shard)
         by_groups.setdefault(encoding.weight.groups, []).append(encoding)
-    # What begins with the same ranks is combined over them together.
+    # Weights whose first process group is the same are combined over it together.
     for first in dict.fromkeys(groups[:1] for groups in by_groups):
         together = {groups: found for groups, found in by_groups.items() if groups[:1] == first}
         _encode_together(first, together, has_recorded, is_step)
@@ -195,29 +198,29 @@ def _encode_together(
     num_combined = sum(each.num_combined for each in every)
     combined = torch.empty(num_combined, dtype=torch.int32, device=device)
     clear_maxima(combined)
-    # In one call: Python would dominate the step with some for each parameter.
+    # Split in one call: with calls for each parameter, Python would dominate the step.
     sizes = [size for each in every for size in (each.layout.num_maxima, each.num_pending)]
     parts = iter(combined.split(sizes))
     for each in every:
         each.maxima, each.pending = next(parts), next(parts)
     delayed = _delayed(every)
     if has_recorded and delayed:
-        # In one call: an operator for each parameter takes longer than its two numbers.
+        # Copy in one call: each parameter has only two numbers, an operator call costs more.
         recorded = [state.pending() for _, state in delayed]
         torch._foreach_copy_([each.pending for each, _ in delayed], recorded)
     by_format: dict[WeightFormat, list[_Encoding]] = {}
     for each in every:
         by_format.setdefault(each.format, []).append(each)
-    # One call of the kernel a format: with a call a parameter, Python would dominate the step.
+    # Call the kernel once for each format: with a call per parameter, Python would dominate.
     for form, found in by_format.items():
         form.add_maxima([e.layout.fragment for e in found], [e.maxima for e in found])
-    # Each set of ranks has its numbers beside each other, in the order of the parameters.
+    # The numbers of each tuple of process groups are contiguous, in the order of the parameters.
     numels = {groups: sum(e.num_combined for e in found) for groups, found in by_groups.items()}
     take_largest_together(combined, first, numels)
     if has_recorded:
         _combine_recorded([each for each, _ in delayed])
     _roll(delayed, is_step)
-    # In place: the buffers are what torch gathers and what flat aliases show.
+    # Write in place: torch gathers these buffers, and flat aliases show them.
     for form, found in by_format.items():
         maxima = [each.maxima for each in found]
         tables = [each.new_table() for each in found]
@@ -234,27 +237,27 @@ def _delayed(every: Sequence[_Encoding]) -> list[tuple[_Encoding, DelayedState]]
 
 
 def _roll(delayed: Sequence[tuple[_Encoding, DelayedState]], is_step: bool) -> None:
-    """Note combined maxima in the histories, and use what scales are made from."""
-    # Equal on all ranks that read one scale: histories part ways otherwise.
+    """Add combined maxima to the histories, and take from these the maxima that give scales."""
+    # All ranks that share a scale roll the same maxima: otherwise their histories would diverge.
     roll_together(
         [state for _, state in delayed],
         [each.maxima for each, _ in delayed],
         [each.pending for each, _ in delayed],
         is_step=is_step,
     )
-    # What the histories give, which is the newest maximum of the first step and of loads alone.
+    # Use the maxima of the histories; only at the first step and after loads are they the newest.
     for each, state in delayed:
         each.maxima = state.weight_maximum()
 
 
 def _combine_recorded(every: Sequence[_Encoding]) -> None:
-    """Combine what layers have recorded over ranks whose maxima are equal, such as replicas."""
+    """Combine the recorded maxima over ranks with equal weight maxima, such as replicas."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for each in every:
         if each.weight.recorded_groups:
             by_groups.setdefault(each.weight.recorded_groups, []).append(each.pending)
     for groups, parts in by_groups.items():
-        # Beside the maxima of weights, which would travel to ranks that have equal ones.
+        # Separate from the maxima of weights, which these ranks have in common already.
         combined = torch.cat(parts)
         for process_group in groups:
             take_largest(combined, process_group)

@@ -1,11 +1,11 @@
-"""One unit: the phases of its parameters, and what is done to them in each.
+"""One unit: the phases of its parameters, and its hooks on modules.
 
 A unit is a module, or a list of modules that run one after another, with the parameters it owns.
 Outside its own forward and backward its modules have sharded parameters. This file has the hooks on
-modules, which call the schedule in forward, and what the schedule calls. It decides neither when
-a unit is gathered nor when its backward begins and ends: see
+modules, which call the schedule in forward, and the methods that the schedule calls.
 :mod:`megafsdp.fsdp.runtime.schedule`, which autograd's hooks call
-(:mod:`megafsdp.fsdp.runtime.autograd_hooks`).
+(:mod:`megafsdp.fsdp.runtime.autograd_hooks`), decides when a unit is gathered and when its backward
+begins and ends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
 
 
 class Phase(Enum):
-    """What the unit's parameters are in use for; activations are recomputed in BACKWARD."""
+    """What the unit's parameters are used for; recomputed activations belong to BACKWARD."""
 
     RESTING = "resting"  # Modules have sharded parameters; storage may be reserved for backward.
     FORWARD = "forward"  # Modules have unsharded parameters.
@@ -77,9 +77,9 @@ _TRANSITIONS = (
     (Phase.FORWARD, Phase.RESTING),
     (Phase.RESTING, Phase.BACKWARD),
     (Phase.BACKWARD, Phase.RESTING),
-    # A forward that never ended begins anew: torch runs no hook after a KeyboardInterrupt.
+    # A forward that never ended begins again: torch runs no hook after a KeyboardInterrupt.
     (Phase.FORWARD, Phase.FORWARD),
-    # The backward of an earlier forward runs inside this one, which then ends at rest.
+    # The backward of an earlier forward runs inside this forward, which then ends in RESTING.
     (Phase.FORWARD, Phase.BACKWARD),
 )
 
@@ -91,19 +91,19 @@ class FSDPUnit:
         modules: The modules, in the order in which they run.
         groups: Its parameter groups.
         policy: Dtypes of inputs and outputs.
-        memory: Where its buffers lie.
-        options: What the user chose of its schedule.
+        memory: The memory of its buffers.
+        options: The user's choices for its schedule.
 
     Attributes:
-        options: As given, until the user changes them.
-        context: What it shares with the units under one root; None before the first forward.
-        outstanding: Its forwards whose backward may come.
-        num_rests: How often sharded parameters were shown or storage was freed, for a gather that
-            began before.
+        options: The argument, until the user changes it.
+        context: The state shared by the units under one root; None before the first forward.
+        outstanding: Its forwards whose backward may still come.
+        num_rests: How often sharded parameters were shown or storage was freed: a handle of an
+            earlier ``unshard`` compares it.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
-        is_hidden: Whether no tensor was found in an output, so that backward cannot be seen to
-            begin: it stays unsharded until one ends, of which its gradients tell.
-        post_optim_event: What the next forward's first gather waits for.
+        is_hidden: Whether no tensor was found in an output, so that no hook shows when backward
+            begins. The unit then stays unsharded until the backward ends that its gradients show.
+        post_optim_event: The event that the next forward's first gather waits for.
     """
 
     def __init__(
@@ -127,16 +127,16 @@ class FSDPUnit:
         self.post_optim_event: torch.Event | None = None
         # Modules own their unit: weak references let a deleted model free its buffers at once.
         self._modules = [weakref.ref(module) for module in modules]
-        # By id: the parameters are made once, and the groups own them.
+        # Ids suffice: the parameters are made once, and the groups own them.
         self._own_ids = frozenset(id(p.unsharded) for group in groups for p in group.parameters)
         self._run: ModuleRun | None = None
         self.rename("")
         for module in modules:
             attach(module, self)
-            # First of all hooks: those of the user see unsharded parameters.
+            # Run before all other hooks: users' hooks see unsharded parameters.
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
-            # Also after an exception, which _post_forward does not see.
+            # This hook also runs after an exception, unlike _post_forward.
             module.register_forward_hook(self._leave_forward, always_call=True)
             guard_state_dicts(module, self)
         for part in guard_parameters(groups, units=modules):
@@ -146,7 +146,7 @@ class FSDPUnit:
         note_ignored(modules)
 
     def rename(self, name: str) -> None:
-        """Set the FQN within the root, for messages, counters and profilers; none for its class."""
+        """Set the FQN within the root, for messages and counters; if empty, the class's name."""
         self.name = name or type(self.modules[0]).__name__.removeprefix("FSDP")
         for group in self.groups:
             group.rename(self.name)
@@ -165,17 +165,17 @@ class FSDPUnit:
 
     @property
     def ledger(self) -> ByteLedger:
-        """Return the ledger of bytes on the device; that of the root once it is adopted."""
+        """Return the ledger of bytes on the device; once adopted, the root's counts them too."""
         return self.memory.ledger
 
     @property
     def host_ledger(self) -> ByteLedger:
-        """Return the ledger of bytes on the host; that of the root once it is adopted."""
+        """Return the ledger of bytes on the host; once adopted, the root's counts them too."""
         return self.memory.host_ledger
 
     @property
     def phase(self) -> Phase:
-        """Return what the unit's parameters are in use for."""
+        """Return what the unit's parameters are used for."""
         return self._phase
 
     @phase.setter
@@ -193,7 +193,7 @@ class FSDPUnit:
 
     @property
     def is_resting(self) -> bool:
-        """Return whether the modules have sharded parameters, or full ones by the user's wish."""
+        """Return whether the unit rests: parameters are sharded, or full as the user asked."""
         return self._phase is Phase.RESTING
 
     @property
@@ -209,7 +209,7 @@ class FSDPUnit:
 
     @property
     def is_list(self) -> bool:
-        """Return whether the unit is of several modules."""
+        """Return whether the unit has several modules."""
         return len(self._modules) > 1
 
     @property
@@ -223,22 +223,22 @@ class FSDPUnit:
             group.mark_stale()
 
     def needs_maxima(self, *, in_backward: bool = False) -> bool:
-        """Tell whether a stale weight needs the maxima of other ranks.
+        """Return whether a stale weight needs the maxima of other ranks.
 
-        Before a forward, written weights are marked stale first. Backward computes with the weights
-        of its forward, so there only what a step has marked is gathered anew.
+        Before a forward, this first marks weights stale that were written to. Backward computes
+        with the weights of its forward, so it gathers anew only what a step has marked.
         """
         is_needed = False
         for group in self.groups:
             if not in_backward:
-                # Loads write through tensors of a state dict, and call nothing of ours.
+                # Loads write through tensors of a state dict, without a call into megafsdp.
                 group.mark_stale_if_written()
             is_needed = is_needed or group.compute_weight.needs_maxima
         return is_needed
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
-        """Issue the gathers of all groups; collective. :meth:`needs_maxima` is asked before."""
-        # In the order of construction, which is the same on all ranks.
+        """Issue the gathers of all groups; collective. Ask :meth:`needs_maxima` first."""
+        # Keep the order of construction, which is the same on all ranks.
         for group in self.groups:
             group.start_unshard(in_backward=in_backward)
 
@@ -248,24 +248,24 @@ class FSDPUnit:
             group.finish_unshard()
 
     def release(self) -> None:
-        """Free the full storage, unless it is kept, or the unit is at work."""
+        """Free the full storage, unless the unit is pinned, hidden or at work."""
         if not (self.is_pinned or self.is_hidden) and self._phase is Phase.RESTING:
             self.num_rests += 1
             for group in self.groups:
                 if group.is_shown_unsharded:
-                    # By unshard(), and no forward or backward of the unit came after it.
+                    # unshard() showed them, and no forward or backward of the unit came after it.
                     group.show_sharded()
                 group.release()
 
     def show_unsharded(self, *, in_backward: bool = False) -> None:
-        """Put the unsharded parameters into the modules; frozen as in forward if in backward."""
+        """Put the unsharded parameters into the modules; in backward, frozen as in forward."""
         if not in_backward:
             follow_user(self.groups)
         for group in self.groups:
             group.show_unsharded()
 
     def freeze_as_in(self, token: ForwardToken) -> None:
-        """Freeze and unfreeze the unsharded parameters as they were in a forward."""
+        """Set ``requires_grad`` of the unsharded parameters as it was in a forward."""
         if token.trainable is not None:
             set_trainable(self.groups, token.trainable)
 
@@ -289,7 +289,7 @@ class FSDPUnit:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A graph with the gather in it would run the parameters that it was traced with.
+        # A compiled graph with the gather in it would use the parameters that it was traced with.
         end_graph(self.why_graphs_end)
         return self._pre_forward(module, args, kwargs)
 
@@ -306,7 +306,7 @@ class FSDPUnit:
             context.begin_forward(self)
         args, kwargs = self.prepare_inputs(args, kwargs)
         if self._phase is Phase.BACKWARD:
-            # A parameter that was replaced since forward would give another graph.
+            # If a parameter was replaced since forward, recomputation would give another graph.
             refuse_replaced(self.groups)
             # Activations are recomputed; the storage may have been freed by reshard().
             context.start_unshard(self)
@@ -318,11 +318,11 @@ class FSDPUnit:
         if self._phase is Phase.FORWARD and goes_on:
             return args, kwargs
         if self.post_optim_event is not None:
-            # The gather reads main weights that the optimizer writes on a stream of the user's.
+            # The gather reads main weights that the optimizer writes on the user's stream.
             device_handle("cuda").wait_event(self.post_optim_event)
             self.post_optim_event = None
         self.phase = Phase.FORWARD
-        # The parameters are put in place after the wait: a hook of the user may read them at once.
+        # Show the parameters only after the wait: a user's hook may read them at once.
         context.unshard_for_forward(self)
         self.show_unsharded()
         if torch.is_grad_enabled() and not goes_on:
@@ -332,10 +332,10 @@ class FSDPUnit:
     def prepare_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return inputs in the dtype that the policy says; of the root, on the units' device."""
+        """Cast inputs to the dtype of the policy; move the root's to the units' device."""
         context = self.require_context()
         if context.is_root(self) or context.is_without_root(self):
-            # As torch: inner units may take lengths on the host.
+            # Only here, as in torch: inner units may take lengths on the host.
             args, kwargs = on_device((args, kwargs), device_of(self.groups or context.groups))
         dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
         args, kwargs = cast_floating((args, kwargs), dtype)
@@ -352,13 +352,13 @@ class FSDPUnit:
             # Without such an input the unit's backward ends in the schedule's callback.
             return inputs
         if not _is_in_backward():
-            # A recomputed graph may never have a backward. If it has one, the hook on its output
-            # counts it.
+            # Not for a recomputed graph, which may never have a backward. If it has one, the hook
+            # on its output counts it.
             self.outstanding.add(token)
         replaced = iter(EndOfBackward.apply(self, token, *watched))
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
-    # No graph contains the calls of these two either: it has ended before the forward.
+    # No compiled graph contains calls of the next two hooks: it has ended before the forward.
     @untraced_hook
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
@@ -372,15 +372,15 @@ class FSDPUnit:
         if run is not None and is_partial:
             is_within_root = not (context.is_root(self) or context.is_without_root(self))
             if is_within_root or run.is_open or _is_in_backward():
-                # The modules that come next find the parameters in place.
+                # The modules that run next find the parameters in place.
                 self._watch_outputs(token, output)
                 return output
-        # The others may come or not, so the unit rests. Those of a root that come with a graph too
-        # go on with the run; under a root, or without a graph, each call is a run of its own.
+        # The other modules of a list may run or not, so the unit rests. If the list is the root and
+        # a graph is built, they continue this run; otherwise each call is a run of its own.
         is_reserved = is_partial and context.is_root(self) and torch.is_grad_enabled()
         if not is_reserved:
             self._run = None
-        # A backward of an earlier forward may have run inside of this one, and has ended the phase.
+        # A backward of an earlier forward may have run inside this one and ended the phase.
         if self._phase is Phase.FORWARD:
             self.phase = Phase.RESTING
         self.show_sharded()
@@ -391,17 +391,17 @@ class FSDPUnit:
     def _copied_if_own(self, output: torch.Tensor) -> torch.Tensor:
         """Return a copy of an output that is a parameter of the unit, or a view of one.
 
-        What follows may read it when the unit's storage is released. Its gradient arrives by the
-        copy, where a hook can be: one on the parameter itself would outlive the graph.
+        Later operations may read it after the unit's storage is released. Its gradient passes the
+        copy, which can carry a hook: a hook on the parameter itself would outlive the graph.
         """
         base = base_of(output)
         return output.clone() if id(output if base is None else base) in self._own_ids else output
 
     def _end_run(self, *, is_reserved: bool) -> None:
-        """Reshard after a forward, unless storage is reserved for what follows it."""
+        """Reshard after a forward, unless storage is reserved for later use."""
         context = self.require_context()
         is_graph_built = torch.is_grad_enabled()
-        # A recomputed forward is followed by its own backward at once.
+        # The backward of a recomputed forward follows at once.
         is_recomputing = _is_in_backward()
         is_reserved = is_reserved or is_recomputing or context.is_reserved_for_backward(self)
         if not (is_graph_built and is_reserved):
@@ -410,7 +410,7 @@ class FSDPUnit:
             context.end_forward(is_graph_built=is_graph_built)
 
     def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
-        """Have backward begin at the outputs of a module."""
+        """Register hooks on a module's outputs, at which backward begins."""
         if torch.is_grad_enabled():
             hook, tensors = BackwardHook(self, token), tensors_of(output)
             for tensor in tensors:
@@ -419,7 +419,7 @@ class FSDPUnit:
                 self._hide()
 
     def _hide(self) -> None:
-        """Stay gathered, and have the first gradient tell the schedule that a backward runs."""
+        """Stay gathered, and let the first gradient notify the schedule that a backward runs."""
         self.is_hidden = True
         parameters = [p.unsharded for group in self.groups for p in group.parameters]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -442,12 +442,12 @@ class FSDPUnit:
             if 1 < size < group.axes.group.size():
                 neighbours = self.require_context().extra_groups.neighbours(group.axes, size)
                 group.compute_weight.release_to_slice(neighbours)
-            # One rank of its own keeps what it has.
+            # With one neighbour (this rank alone) the storage stays as it is.
             if size > 1 and self._phase is Phase.RESTING:
                 group.release()
 
     def end_partial_forward(self) -> None:
-        """End a forward in which some of the unit's modules did not run: it stays gathered."""
+        """End a forward in which some of the unit's modules did not run; stay gathered."""
         run = self._run
         if self._phase is Phase.FORWARD and run is not None and not run.is_open:
             self.phase = Phase.RESTING
@@ -457,8 +457,8 @@ class FSDPUnit:
     @untraced_hook
     def _leave_forward(self, module: nn.Module, *unused: object) -> None:
         """Return to rest if the forward was cut short; called after every forward."""
-        # Recomputation is cut short on purpose, as soon as it has made what backward needs; a unit
-        # whose backward has not begun by then may have none, and rests meanwhile.
+        # Recomputation stops early on purpose, once it has made what backward needs. A unit whose
+        # backward has not begun by then may have none, and rests meanwhile.
         run = self._run
         if self._phase is not Phase.FORWARD or run is None or not run.has_to_end(module):
             return
@@ -480,7 +480,7 @@ class FSDPUnit:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """Call a bound method of one of the unit's modules as its forward is called."""
+        """Call a bound method of one of the unit's modules, gathered as for its forward."""
         if self.is_in_forward_of(module):
             args, kwargs = self.prepare_inputs(args, kwargs)
             return self.end_part(method(*args, **kwargs))
@@ -491,16 +491,16 @@ class FSDPUnit:
             self._leave_forward(module)
 
     def is_in_forward_of(self, module: nn.Module) -> bool:
-        """Return whether the module's forward runs: a method that is called now is a part of it."""
+        """Return whether the module's forward runs, so that a method called now is part of it."""
         return (
             self._phase is Phase.FORWARD and self._run is not None and self._run.is_running(module)
         )
 
     def end_part(self, output: Any) -> Any:
-        """End a method that the forward has called, which goes on with the full parameters."""
+        """End a method that the forward has called; the forward continues, unsharded."""
         output = cast_floating(output, self.policy.output_dtype)
         if torch.is_grad_enabled():
-            # Also the outputs of one that follows a forward which an interrupt has cut short.
+            # Watch outputs also if the forward was cut short by an interrupt before (no token).
             hook = BackwardHook(self, None if self._run is None else self._run.token)
             for tensor in tensors_of(output):
                 hook.watch(tensor)
@@ -513,7 +513,7 @@ class FSDPUnit:
     def leave_backward(self) -> None:
         """Put the sharded parameters into the modules, and free storage that the options free."""
         if self._phase is Phase.FORWARD:
-            # A backward inside of the unit's forward, which goes on with the full parameters.
+            # A backward ran inside the unit's forward, which still needs the full parameters.
             return
         if self._phase is Phase.BACKWARD:
             self.phase = Phase.RESTING
@@ -527,14 +527,14 @@ class FSDPUnit:
             group.gradients.abort()
 
     def reset_after_error(self, *, keep_accumulated: bool) -> None:
-        """Return to rest after an exception, without storage, with or without waiting sums."""
+        """Return to rest after an exception, free storage, and keep or drop accumulated sums."""
         if self._phase is not Phase.RESTING:
             self.phase = Phase.RESTING
         self._run, self.is_hidden = None, False
         self.outstanding.clear()
         if not keep_accumulated:
             self.discard_unreduced_grads()
-        # Ranks may have been cut short at different units: not all have a slice to gather from.
+        # Ranks may have stopped at different units, so that only some have a slice: drop it on all.
         for group in self.groups:
             group.compute_weight.forget_slice()
         self.show_sharded()
@@ -542,7 +542,7 @@ class FSDPUnit:
 
 
 def _is_in_backward() -> bool:
-    """Return whether the autograd engine is running on this thread, as during recomputation."""
+    """Return whether the autograd engine runs on this thread, as it does in recomputation."""
     return is_backward_running()
 
 
@@ -559,9 +559,10 @@ def units_below(modules: Iterable[nn.Module]) -> dict[str, FSDPUnit]:
 
 
 def hidden_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the sharded parameters in whose place a module shows others, by the id of those.
+    """Return the sharded parameters that are hidden by unsharded ones, by the id of the latter.
 
-    After ``unshard()``, or an interrupt in forward. Gradients are those of the sharded ones.
+    Modules show unsharded parameters after ``unshard()``, or after an interrupt in forward, while
+    gradients belong to the sharded ones.
     """
     hidden = {
         id(p.unsharded): p.sharded
