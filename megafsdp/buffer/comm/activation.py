@@ -1,10 +1,10 @@
 """Collectives of activations: tensors of any shape, cut or joined along a dim, or rows exchanged.
 
-They go through collectives.py, so they are counted, labelled and profiled as those of buffers are,
+They go through collectives.py, so they are counted, labelled and profiled like those of buffers,
 and a reduce-scatter on gloo is an exchange and a sum in fp32 or wider. This file adds the shapes.
-A function returns when its result may be read, unless its name says that it starts something, and
-does nothing in a group of one rank. Which one is whose gradient is decided by
-megafsdp/parallel/mappings.py.
+A function returns when its result may be read, unless its name begins with "start", and does
+nothing in a group of one rank. megafsdp/parallel/mappings.py decides which collective is the
+gradient of which.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def gather_dim(
 ) -> torch.Tensor:
     """Join the ranks' equally shaped shards along a dim, in rank order; collective.
 
-    Allocates the result and, unless ``dim`` is the first of more than one element, as much again
-    while it is put in order.
+    Allocates the result and, unless ``dim`` is the first dim with more than one element, the same
+    again for a reordered copy.
     """
     if group.size() == 1:
         return shard
     gathered = shard.new_empty(group.size() * shard.numel())
-    # A gradient may be expanded, and a view of it then has strides of 0.
+    # A gradient may be an expanded tensor, with strides of 0.
     flat = shard.contiguous().view(-1)
     collectives.all_gather([gathered], [flat], group=group, label=label).wait()
     by_rank = gathered.view(group.size(), *shard.shape)
@@ -64,7 +64,7 @@ def reduce_scatter_dim(
         [output.view(-1)],
         [by_rank.view(-1)],
         group=group,
-        # A library overwrites its input only to scale it, so the caller's tensor stays as it is.
+        # A library overwrites its input only to scale it; with 1.0 the caller's is unchanged.
         scale=1.0,
         accumulate=False,
         reduce_dtype=partial.dtype,
@@ -74,7 +74,7 @@ def reduce_scatter_dim(
 
 
 def sum_over_ranks(partial: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:
-    """Return the sum of the ranks' tensors, a new one; collective."""
+    """Return the sum of the ranks' tensors as a new tensor; collective."""
     if group.size() == 1:
         return partial
     total = partial.clone(memory_format=torch.contiguous_format)
@@ -91,14 +91,14 @@ def exchange_rows(
     group: dist.ProcessGroup,
     label: str,
 ) -> torch.Tensor:
-    """Send each rank its rows along dim 0 and return those from all, in rank order; collective.
+    """Send each rank its rows along dim 0, return the rows from all ranks in order; collective.
 
     Args:
-        rows: In the order of the ranks that they go to.
-        received: How many come from each rank; zeros are exchanged too.
-        sent: How many go to each rank.
+        rows: The rows to send, in the order of the ranks that they go to.
+        received: How many rows come from each rank; zeros are exchanged too.
+        sent: How many rows go to each rank.
         group: The ranks.
-        label: What for, for counters and profilers.
+        label: The purpose, for counters and profilers.
     """
     output, pending = start_exchange(rows, received, sent, group=group, label=label)
     pending.wait()
@@ -113,7 +113,7 @@ def start_exchange(
     group: dist.ProcessGroup,
     label: str,
 ) -> tuple[torch.Tensor, collectives.Pending]:
-    """Issue :func:`exchange_rows`; the rows may be read after the wait of what is beside them."""
+    """Issue :func:`exchange_rows`; the rows may be read after waiting for the pending exchange."""
     if group.size() == 1:
         return rows, collectives.Pending()
     output = rows.new_empty((sum(received), *rows.shape[1:]))

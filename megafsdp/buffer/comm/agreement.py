@@ -1,10 +1,10 @@
-"""Errors that one rank finds and all ranks must raise, or the others wait for ever.
+"""Raise an error of one rank on all ranks, which would otherwise wait for ever.
 
 Work that may fail on one rank alone is run by :func:`attempt`; then the ranks exchange the outcomes
-and raise alike. :func:`raise_together` exchanges errors alone, :func:`agree` values too;
-:func:`on_rank_zero` is for what one rank does for all. Each exchange is one small collective,
-called by all ranks: a save makes three and a load two, whatever the number of tensors. What is done
-about an error is decided by the caller.
+and raise alike. :func:`raise_together` exchanges only errors, :func:`agree` values too;
+:func:`on_rank_zero` is for work that one rank does for all. Each exchange is one small collective,
+called by all ranks: a save makes three and a load two, whatever the number of tensors. The caller
+decides what to do about an error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run something on this rank; return its value or its error, to be agreed on later."""
-    # An exception here would skip the collective that follows, in which the other ranks wait.
+    """Run an action on this rank; return its value or its error, to be agreed on later."""
+    # If it raised here, this rank would skip the following collective, in which the others wait.
     try:
         return action(), None
     except Exception as error:
@@ -47,11 +47,11 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
     Raises:
         Exception: ``error`` itself on the ranks that have one.
-        RuntimeError: On the others, quoting the first errors with their ranks.
+        RuntimeError: On the other ranks, quoting the first errors with their ranks.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     failures = _failures(all_gather_objects((None, text), group))
-    # Only after the collective: the ranks without an error wait in it for this one.
+    # Raise only after the collective, in which the ranks without an error wait for this rank.
     if error is not None:
         raise error
     if failures:
@@ -89,8 +89,8 @@ def values_of(outcomes: Sequence[Outcome[T]], error: Exception | None = None) ->
     """Return every rank's value; local.
 
     Args:
-        outcomes: What the ranks have sent, in rank order.
-        error: This rank's error, which becomes the cause.
+        outcomes: The outcomes of all ranks, in rank order.
+        error: This rank's error, which becomes the cause of the raised one.
 
     Raises:
         CheckpointError: A rank has an error; quotes the first ones with their ranks.
@@ -107,14 +107,14 @@ def values_of(outcomes: Sequence[Outcome[T]], error: Exception | None = None) ->
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run something on rank 0 alone and return its small picklable value on all ranks.
+    """Run an action on rank 0 alone and return its small picklable value on all ranks.
 
     Args:
-        action: Runs on rank 0.
-        group: All ranks, over another communicator than the default one.
+        action: The function to run on rank 0.
+        group: A group of all ranks with another communicator; None for the default group.
 
     Raises:
-        CheckpointError: It failed; the same message on all ranks.
+        CheckpointError: The action failed; the same message on all ranks.
     """
     value, error = attempt(action) if rank_and_world_size()[0] == 0 else (None, None)
     value, text = broadcast_object(_outcome(value, error), group=group)
@@ -125,7 +125,7 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
 
 
 def _outcome(value: T | None, error: Exception | None) -> Outcome[T]:
-    # As text: an exception of a user's class may not pickle, or not load on another rank.
+    # Send errors as text: an exception of a user's class may not pickle or unpickle elsewhere.
     if error is None or isinstance(error, CheckpointError):
         return value, None if error is None else str(error)
     return value, f"{type(error).__name__}: {error}"

@@ -1,13 +1,13 @@
-"""The one door to ``torch.distributed`` collectives.
+"""All calls of ``torch.distributed`` collectives.
 
-Every exchange between ranks goes through this file. So it is the one place for what differs between
-torch versions and backends, for the byte view of dtypes that a backend refuses, and for the count
-of calls and bytes (:func:`record_collectives`). One rank exchanges nothing: in a process group of
-size 1 a function does its work on the rank, and no collective is issued or counted. This file takes
-tensors and process groups; layouts, units and the order of collectives are decided above.
+Every exchange between ranks goes through this file. So it alone handles differences between torch
+versions and backends, makes byte views of dtypes that a backend refuses, and counts calls and bytes
+(:func:`record_collectives`). In a process group of size 1 a function does its work on the rank
+itself, and no collective is issued or counted. This file takes tensors and process groups; layouts,
+units and the order of collectives are decided above.
 
-Collectives of flat buffers return a :class:`Pending`, on which gloo blocks the thread and NCCL the
-stream. Those of small tensors and objects return when their result may be read.
+Collectives of flat buffers return a :class:`Pending`; waiting for it blocks the thread on gloo, the
+stream on NCCL. Those of small tensors and objects return when their result may be read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Pending:
 
     Args:
         works: Handles to wait for.
-        finish: What to do once they are complete, on the thread that waits.
-        is_on_gloo: Whether the works are gloo's, so that the thread waits and not a stream.
+        finish: A function to call once they are complete, on the thread that waits.
+        is_on_gloo: Whether the works are gloo's, so that the thread waits instead of a stream.
     """
 
     __slots__ = ("_finish", "_is_on_gloo", "_works")
@@ -57,10 +57,10 @@ class Pending:
         """Wait for completion and run the finishing step; later calls return at once.
 
         Raises:
-            RuntimeError: A collective failed. Those beside it have ended too: they use memory that
-                the caller may free now.
+            RuntimeError: A collective failed. The other works have ended by then, so the caller may
+                free the memory that they use.
         """
-        # Emptied first: a second wait() neither repeats an error nor finishes the collective again.
+        # Empty both first: a second wait() neither repeats an error nor the finishing step.
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
         for index, work in enumerate(works):
@@ -69,7 +69,7 @@ class Pending:
             try:
                 work.wait()
             except RuntimeError:
-                # The caller frees the buffers of all works, and the others may still write theirs.
+                # The caller will free the buffers of all works: the other works must end first.
                 Pending(works[index + 1 :], is_on_gloo=self._is_on_gloo).wait()
                 raise
         if finish is not None:
@@ -88,7 +88,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 @functools.cache
 def _parse(config: str) -> dict[str, str]:
-    # The text is like cpu:gloo,cuda:nccl. Cached, because every gather and sum asks for it.
+    # The text is like cpu:gloo,cuda:nccl. Cached, because every gather and sum calls this.
     return dict(item.split(":") for item in config.split(","))
 
 
@@ -98,14 +98,14 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group is of one rank; None means all ranks, of which one may be all."""
+    """Return whether a group has only one rank; None means the group of all ranks."""
     if group is None:
         return not dist.is_initialized() or dist.get_world_size() == 1
     return group.size() == 1
 
 
 def small_device(group: dist.ProcessGroup) -> str:
-    """Return the device on which a group exchanges what is on none yet, such as labels."""
+    """Return a device on which a group can exchange small data that has no device yet."""
     return "cpu" if "cpu" in backends(group) else "cuda"
 
 
@@ -121,10 +121,10 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-# Its bytes differ between ranks, so MEGAFSDP_DEBUG=1 must not compare them.
+# The bytes of an all-to-all differ between ranks, so MEGAFSDP_DEBUG=1 must not compare them.
 _UNEVEN = "all_to_all"
 
-# A gloo thread that still frees its tensors when the interpreter ends would abort the process.
+# A gloo thread that still frees tensors when the interpreter ends would abort the process.
 atexit.register(wait_for_rest)
 
 
@@ -141,7 +141,7 @@ def _compare_labels(kind: str, label: str, nbytes: int, group: dist.ProcessGroup
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
     mine = trace.encode(kind, label, nbytes).to(small_device(everyone))
-    # all_gather() below would count this exchange and compare labels before it, without end.
+    # Not all_gather(): it would count this exchange and compare labels first, in endless recursion.
     labels = mine.new_empty(everyone.size() * mine.numel())
     _all_gather_single(labels, mine, group=everyone)
     ranks = dist.get_process_group_ranks(everyone)
@@ -162,7 +162,7 @@ def all_gather(
     Args:
         output: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements.
         shards: For each sub-buffer this rank's 1-D shard of ``S`` elements, of the same dtype; it
-            may be this rank's part of the output.
+            may alias this rank's part of the output.
         group: Ranks whose shards are gathered, in shard order.
         label: FQN of the unit, for counters and profilers.
 
@@ -171,21 +171,21 @@ def all_gather(
     """
     if _is_alone(group):
         for out, shard in zip(output, shards, strict=True):
-            # A gather in place has its shard there already.
+            # In an in-place gather the shard is there already.
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
         return Pending()
     _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
-    # NCCL coalesces only tensors of one dtype, and codes and scales of a format have two dtypes.
+    # NCCL coalesces only tensors of one dtype, but codes and scales of a format have two.
     as_bytes = len({o.dtype for o in output}) > 1
     pairs = [
         (_wire_view(o, as_bytes), _wire_view(s, as_bytes))
         for o, s in zip(output, shards, strict=True)
     ]
     with profiler_range("all_gather", label):
-        # torch's gloo threads write the name of the last work without a lock. The name of a
-        # coalesced gather is too long for the string's inline storage: two works that end together
-        # would free its heap memory twice.
+        # Not coalesced on gloo: torch's gloo threads write the name of the last work without a
+        # lock. The name of a coalesced gather is too long for the string's inline storage, so two
+        # works that end together would free its heap memory twice.
         if is_gloo(group, output[0].device):
             works = [_gather_on_gloo(out, shard, group) for out, shard in pairs]
             return Pending(works, is_on_gloo=True)
@@ -200,7 +200,7 @@ def _launch(
     **options: Any,
 ) -> list[dist.Work | None]:
     """Issue a collective of (output, input) pairs in one launch of the backend's library."""
-    # For meta tensors torch has no coalesced collectives.
+    # torch has no coalesced collectives for meta tensors.
     if len(pairs) == 1 or pairs[0][0].is_meta:
         return [collective(*pair, group=group, async_op=True, **options) for pair in pairs]
     with coalesce_collectives(group) as coalesced:
@@ -216,7 +216,7 @@ def _gather_on_gloo(
         return _all_gather_single(out, shard, group=group, async_op=True)
     # Two ranks exchange halves straight into the output: gloo's all-gather would copy it twice.
     halves = out.chunk(2)
-    # A gather in place has its shard in this half already.
+    # In an in-place gather the shard is in this half already.
     if halves[group.rank()].data_ptr() != shard.data_ptr():
         halves[group.rank()].copy_(shard)
     return _swap(halves[1 - group.rank()], shard, group)
@@ -245,23 +245,23 @@ def reduce_scatter(
     ``output = [output +] scale * sum over ranks of partial[own shard]``. On gloo the shards are
     sent in the partials' dtype by all-to-all and summed on this rank in rank order, in fp32 or
     wider, straight into ``output``. Any other backend's library sums in ``reduce_dtype``, in one
-    coalesced launch: straight into ``output`` where nothing accumulates and the dtypes agree, else
-    beside it, and one pass follows.
+    coalesced launch: straight into ``output`` if nothing accumulates and the dtypes agree, else
+    into a buffer of its own that one more pass writes to ``output``.
 
     Args:
         output: For each sub-buffer a 1-D tensor of ``S`` elements, in the main gradients' dtype.
         partials: For each sub-buffer a 1-D tensor of ``group.size() * S`` elements. A library may
-            overwrite those of ``reduce_dtype``; others are copied to it first.
+            overwrite partials of ``reduce_dtype``; others are cast to a copy first.
         group: Ranks that own the shards, in shard order.
         scale: Factor on the sum.
         accumulate: True to add to ``output``, False to overwrite it.
-        reduce_dtype: Dtype of the sum where a library makes it.
+        reduce_dtype: Dtype of the sum if a library makes it.
         label: FQN of the unit, for counters and profilers.
-        force_sum: Whether a library is given no factor: it sums, and passes before or after scale.
+        force_sum: Whether a library only sums, without a factor; separate passes then scale.
 
     Returns:
-        The pending collective; ``output`` may be read after its ``wait()``. A sum that is discarded
-        leaves an output that it would be added to as it was, and any other one undefined.
+        The pending collective; ``output`` may be read after its ``wait()``. A discarded sum leaves
+        ``output`` unchanged if it was to accumulate, else undefined.
     """
     if _is_alone(group):
         return Pending(finish=_writing(output, [[p] for p in partials], scale, accumulate, group))
@@ -272,7 +272,7 @@ def reduce_scatter(
         if is_exchanged:
             exchanges = [_exchange(wire, group) for wire in wires]
             shards = [received for _, received in exchanges]
-            # The sums read what the exchanges receive, so they run in wait(), after the exchanges.
+            # The sums read the received shards, so they run in wait(), after the exchanges.
             finish = _writing(output, shards, scale, accumulate, group)
             return Pending([work for work, _ in exchanges], finish, is_on_gloo=True)
         is_direct = not accumulate and output[0].dtype == reduce_dtype
@@ -290,7 +290,7 @@ def all_to_all(
 ) -> None:
     """Send each rank its piece of a 1-D ``source`` and receive one from each, of any lengths.
 
-    Returns when ``output`` may be read. ``splits``: elements received from each, sent to each rank.
+    Returns when ``output`` may be read. ``splits``: numels received from, and sent to, each rank.
     """
     start_all_to_all(output, source, splits, group, label).wait()
 
@@ -309,7 +309,7 @@ def start_all_to_all(
         rank = group.rank()
         outs, pieces = output.split(received), source.split(sent)
         work = _swap(outs[1 - rank], pieces[1 - rank], group)
-        # Copied here while the other piece travels: gloo would copy it first.
+        # Copy the own piece while the other one travels: gloo itself would copy it first.
         outs[rank].copy_(pieces[rank])
     else:
         work = dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
@@ -323,7 +323,7 @@ def _writing(
     accumulate: bool,
     group: dist.ProcessGroup,
 ) -> Callable[[], None]:
-    """Return the step that writes the scaled sum of each output's addends to it."""
+    """Return a function that writes to each output the scaled sum of its addends."""
     write = _write_sum if is_gloo(group, output[0].device) else _write_scaled
 
     def finish() -> None:
@@ -343,14 +343,14 @@ def _write_sum(
 def _write_scaled(
     out: torch.Tensor, sums: Sequence[torch.Tensor], scale: float, accumulate: bool
 ) -> None:
-    """Write one scaled tensor to another by one kernel, in the wider dtype of the two."""
+    """Write a scaled tensor to another one in one kernel, in the wider dtype of the two."""
     (total,) = sums
     if accumulate:
         out.add_(total, alpha=scale)
     elif scale == 1.0:
         out.copy_(total)
     elif total.dtype.itemsize < out.dtype.itemsize:
-        # A number would be multiplied in the narrow dtype; a tensor makes torch use the wide one.
+        # torch would multiply by a number in the narrow dtype, but by a tensor in the wide one.
         torch.mul(total, out.new_full((1,), scale), out=out)
     else:
         torch.mul(total, scale, out=out)
@@ -364,28 +364,28 @@ def _start_scaling(
     is_direct: bool,
     force_sum: bool,
 ) -> tuple[Any, float]:
-    """Return how a library reduces ``wires``, and the factor that is left for its sum.
+    """Return how a library reduces ``wires``, and the factor that remains to be applied to its sum.
 
     Args:
-        wires: What is reduced; scaled in place where the library cannot do it and fp16 asks for it.
+        wires: The inputs; scaled in place if fp16 needs it and the library cannot scale.
         scale: Factor on the sum.
         group: Ranks that sum.
-        is_direct: Whether the library's sum is the result, so that a factor left costs a pass.
+        is_direct: Whether the library's sum is the result, so that a remaining factor costs a pass.
         force_sum: Whether the library must be given no factor.
     """
     dtype, backend = wires[0].dtype, backends(group).get(wires[0].device.type)
-    # NCCL alone multiplies what it sums.
+    # Only NCCL can multiply its addends.
     can_scale = backend == "nccl" and not force_sum
     if dtype == torch.float16 and scale < 1.0:
-        # The sum of many ranks may be beyond 65504 where their mean is not. Divided by about the
-        # root of the divisor: by all of it, small gradients would be lost below 2**-24.
+        # The sum of many ranks may exceed 65504 although their mean does not. Divide first only by
+        # about the square root: the full divisor would lose small gradients, below 2**-24.
         divisor = 2.0 ** math.ceil(-math.log2(scale) / 2)
         if can_scale:
             return premultiplied_sum(1 / divisor), scale * divisor
         for wire in wires:
             wire.mul_(1 / divisor)
         return dist.ReduceOp.SUM, scale * divisor
-    # Each addend is rounded to its dtype; and torch up to 2.13 gives a factor of zero for bf16.
+    # In narrow dtypes scaled addends would be rounded, and torch up to 2.13 scales bf16 by zero.
     if can_scale and is_direct and scale != 1.0 and dtype in (torch.float32, torch.float64):
         is_mean = scale == 1 / group.size()
         return dist.ReduceOp.AVG if is_mean else premultiplied_sum(scale), 1.0
@@ -395,11 +395,11 @@ def _start_scaling(
 def _exchange(
     partial: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
-    """Send each rank its shard of the sum; return what is to be summed, in rank order."""
+    """Send each rank its shard of the addends; return this rank's to be summed, in rank order."""
     rank, parts = group.rank(), list(partial.chunk(group.size()))
     if len(parts) == 2:
-        # The own part is not sent, which halves the bytes. With more ranks it lies between parts
-        # that are sent, and all_to_all_single sends one contiguous tensor.
+        # This rank's part is not sent, which halves the bytes. With more ranks it lies between
+        # parts that are sent, and all_to_all_single sends one contiguous tensor.
         received = torch.empty_like(parts[0])
         work = _swap(received, parts[1 - rank], group)
         return work, [parts[r] if r == rank else received for r in range(2)]
@@ -423,20 +423,20 @@ def all_reduce_partials(
 
     Args:
         output: 1-D, in the main gradients' dtype.
-        partial: 1-D of the same length; overwritten where its dtype is ``reduce_dtype``.
+        partial: 1-D of the same length; overwritten if its dtype is ``reduce_dtype``.
         group: Ranks to sum over.
         scale: Factor on the sum.
         accumulate: True to add to ``output``, False to overwrite it.
         reduce_dtype: Dtype of the sum.
         label: FQN of the unit, for counters and profilers.
-        force_sum: Whether a library is given no factor: it sums, and passes before or after scale.
+        force_sum: Whether a library only sums, without a factor; separate passes then scale.
 
     Returns:
         The pending collective; ``output`` is written by its ``wait()``.
     """
     if _is_alone(group):
         return Pending(finish=_writing([output], [[partial]], scale, accumulate, group))
-    # In place where the dtypes agree: the partials have no reader after the sum.
+    # In place if the dtypes agree: nothing reads the partials after the sum.
     wire = partial.to(reduce_dtype)
     _count("all_reduce", label, wire.numel() * wire.element_size(), group)
     with profiler_range("all_reduce", label):
@@ -455,7 +455,7 @@ def all_reduce(
 ) -> None:
     """Reduce a small tensor over ranks in place; returns when the result may be used.
 
-    Takes what :func:`start_all_reduce` takes.
+    The arguments are those of :func:`start_all_reduce`.
     """
     start_all_reduce(tensor, op=op, group=group, label=label).wait()
 
@@ -473,17 +473,17 @@ def start_all_reduce(
         tensor: Any shape, equal on all ranks.
         op: ``"sum"``, ``"max"``, ``"min"`` or ``"avg"``.
         group: Ranks to reduce over; None means all.
-        label: What for, for counters.
+        label: The purpose, for counters.
 
     Returns:
-        The pending collective; complete at once on one rank.
+        The pending collective; on one rank it is complete at once.
     """
     if _is_alone(group):
         return Pending()
     _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
-    # Gradients on the host give a norm on the host, and a group with NCCL alone cannot reduce it.
+    # Gradients on the host give a norm on the host, which a group with only NCCL cannot reduce.
     is_there = tensor.is_meta or tensor.device.type in backends(everyone)
     sent = tensor if is_there else tensor.to(small_device(everyone))
     work = dist.all_reduce(sent, op=_REDUCE_OPS[op], group=group, async_op=True)
@@ -514,7 +514,7 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
-    """Return every rank's small object in rank order on rank 0, None on the others."""
+    """Return every rank's small object in rank order on rank 0, None on other ranks."""
     if _is_alone(group):
         return [obj]
     _count("gather_objects", "", 0, group)
@@ -525,7 +525,7 @@ def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | 
 
 
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the small object of rank ``src``, its number within ``group``, on all ranks."""
+    """Return the small object of rank ``src`` (numbered within ``group``) on all ranks."""
     if _is_alone(group):
         return obj
     _count("broadcast_object", "", 0, group)
@@ -542,8 +542,8 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 
 
 def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the communicator of a library's process group, which comes with its first collective."""
-    # Issued on one rank too: memory can be registered with a communicator only once it is there.
+    """Create the communicator of a library's process group by a first collective."""
+    # Issued on one rank too: only an existing communicator can register memory.
     _count("all_reduce", "open communicator", 4, group)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -556,27 +556,27 @@ def require_equal(
     hint: str,
     where: str = "the first forward",
 ) -> None:
-    """Raise on all ranks alike if a string differs between ranks.
+    """Raise on all ranks if a string differs between ranks.
 
     Args:
         value: This rank's value.
         what: What the value is, for the message.
         group: Ranks that compare.
         hint: How to mend a difference.
-        where: What needs the values to be equal.
+        where: The operation that needs equal values.
 
     Raises:
         ValueError: The values differ.
     """
     if _is_alone(group):
         return
-    # A digest, because whole values would be megabytes on each rank at thousands of ranks.
+    # Compare digests: with thousands of ranks the whole values would be megabytes on each rank.
     digest = hashlib.sha256(value.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))
     digests = mine.new_empty(group.size() * mine.numel())
     _count("require_equal", what, digests.numel(), group)
     _all_gather_single(digests, mine, group=group)
-    # Compared with rank 0's value, not with the own one, so that all ranks raise or none.
+    # Compare with rank 0's value instead of this rank's, so that all ranks raise or none.
     is_odd = (digests.view(group.size(), -1) != digests[: mine.numel()]).any(dim=1)
     if is_odd.any():
         odd = is_odd.nonzero().flatten().tolist()
@@ -591,6 +591,6 @@ def require_equal(
 
 
 def _wire_view(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
-    """Return a byte view if wanted, and of dtypes that no backend supports (FP8, FP4)."""
+    """Return a byte view if wanted, or if no backend supports the dtype (FP8, FP4)."""
     is_narrow_float = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if as_bytes or is_narrow_float else tensor

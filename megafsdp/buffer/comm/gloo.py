@@ -1,18 +1,18 @@
-"""What gloo lacks: a sum in fp32 for reduce-scatters, a wait that is awake, and a clean end.
+"""What gloo lacks: a sum in fp32 for reduce-scatters, a wait that spins first, and a clean exit.
 
-gloo's own reduce-scatter is an all-reduce in the dtype of the wire, so ranks exchange shards by
-all-to-all and each sums what it received, by :func:`sum_shards`. The sum runs in rank order in the
-accumulation dtype, every operation rounded separately, so the native kernel at any instruction set
-and the torch fallback give the same bits.
+gloo's own reduce-scatter is an all-reduce in the dtype of the wire. So ranks exchange shards by
+all-to-all, and each rank sums what it received with :func:`sum_shards`. The sum runs in rank order
+in the accumulation dtype, and every operation is rounded separately, so the native kernel with any
+instruction set and the torch fallback give the same bits.
 
-:func:`look_out` comes before a wait: to sleep at once costs more than most collectives take.
+:func:`look_out` spins before a wait: sleeping at once costs more than most collectives take.
 
-:func:`wait_for_rest` runs when the interpreter exits. A thread of gloo frees its tensors a little
-after it has woken the thread that waited for the collective, and to free a tensor with a Python
-object takes Python's lock. If the interpreter has ended by then, the lock ends the thread, and C++
-answers ``terminate called without an active exception``: a run that has done all its work ends by
+:func:`wait_for_rest` runs when the interpreter exits. A thread of gloo frees its tensors shortly
+after it has woken the thread that waited for the collective, and freeing a tensor with a Python
+object takes the GIL. If the interpreter has ended by then, taking the GIL ends the thread, and C++
+reports ``terminate called without an active exception``: a run that has done all its work ends with
 SIGABRT. The threads cannot be joined: they end with the last reference to their process group, and
-models and optimizers have such references.
+models and optimizers hold such references.
 
 This file issues no collective; collectives.py does.
 """
@@ -44,13 +44,14 @@ def sum_shards(
     """Write the scaled sum of shards to a tensor; local, on the current stream.
 
     ``out = scale * (shards[0] + shards[1] + ...)``, plus the old ``out`` if ``accumulate``. All of
-    it is computed in fp32, or in fp64 where the shards or ``out`` are fp64, and rounded once to the
+    it is computed in fp32, or in fp64 if the shards or ``out`` are fp64, and rounded once to the
     dtype of ``out``. ``scale`` is rounded to the accumulation dtype first.
 
     Args:
-        shards: One ``(numel,)`` tensor a rank, in rank order, contiguous, of one dtype and device.
-        out: ``(numel,)``, contiguous, on the same device; may be one of the shards, must not
-            overlap one in part.
+        shards: One ``(numel,)`` tensor per rank, in rank order, contiguous, of one dtype and
+            device.
+        out: ``(numel,)``, contiguous, on the same device; it may be one of the shards, but must not
+            overlap a shard in part.
         scale: Factor of the sum, applied once at the end.
         accumulate: True to add to the old ``out``, False to overwrite it.
 
@@ -81,12 +82,12 @@ def _sum_shards_in_torch(
     shards: Sequence[torch.Tensor], out: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
     is_double = torch.float64 in (shards[0].dtype, out.dtype)
-    # Copied even if it is fp32: the sum must not overwrite the caller's shard.
+    # Copy even an fp32 shard: the sum must not overwrite the caller's.
     total = shards[0].to(torch.float64 if is_double else torch.float32, copy=True)
     for shard in shards[1:]:
-        # In place, torch converts a narrower operand exactly and adds in the dtype of the total.
+        # An in-place add converts a narrower operand exactly and adds in the dtype of the total.
         total.add_(shard)
-    # The native kernel's order, for equal bits: scale the whole sum, then add the old output.
+    # Keep the order of the native kernel, for equal bits: scale the sum, then add the old output.
     total.mul_(scale)
     if accumulate:
         total.add_(out)
@@ -131,19 +132,19 @@ def _check(shards: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             )
 
 
-# What an exchange of a megabyte takes. A rank that is later than that is computing.
+# The time that an exchange of a megabyte takes. A rank that is later than that is still computing.
 _LOOK_OUT_S = 0.001
 
 
 def look_out(work: dist.Work) -> None:
-    """Return when a collective on gloo has ended, or a millisecond has passed; local.
+    """Spin until a collective on gloo has ended, or a millisecond has passed; local.
 
     A collective passes from thread to thread, each woken by the one before: the rank's own, gloo's
-    runner and its event loop, and those of the other ranks. To wake a thread on a core that fell
-    asleep takes longer than to send what most collectives send. So this thread keeps its core
-    awake, and leaves it to whoever else can run there.
+    runner and its event loop, and those of the other ranks. Waking a thread on a core that fell
+    asleep takes longer than sending the data of most collectives. So this thread keeps its core
+    awake, and yields it to other threads that can run there.
 
-    ``wait()`` must follow. It raises what went wrong.
+    ``wait()`` must follow: it raises the errors of the collective.
     """
     deadline_s = time.monotonic() + _LOOK_OUT_S
     while not work.is_completed() and time.monotonic() < deadline_s:
@@ -151,23 +152,23 @@ def look_out(work: dist.Work) -> None:
 
 
 _TASKS = Path("/proc/self/task")
-# torch's name for its gloo threads, cut to the 15 letters that Linux keeps, in stat's brackets.
+# torch's name for its gloo threads, cut to the 15 letters that Linux keeps, in brackets as in stat.
 _NAME = "(pt_gloo_runloop)"
 _INTERVAL_S = 0.001
 
 
 def wait_for_rest(patience_s: float = 2.0) -> None:
-    """Return when no thread of gloo has anything left to run, or ``patience_s`` has passed.
+    """Wait until no thread of gloo has anything left to run, or ``patience_s`` has passed.
 
     Local. A thread that sleeps is at rest, even if it waits for a rank that never comes. Returns
-    at once where the system has no ``/proc``.
+    at once if the system has no ``/proc``.
 
     Args:
         patience_s: How long to wait at most, in seconds.
     """
     deadline_s = time.monotonic() + patience_s
-    # A thread that waits for Python's lock looks asleep. The lock is free while this thread sleeps,
-    # so by the second look that thread has run or shows as running.
+    # A thread that waits for the GIL looks asleep. The GIL is free while this thread sleeps, so by
+    # the second look that other thread has run or shows as running.
     num_quiet = 0
     while num_quiet < 2 and time.monotonic() < deadline_s:
         num_quiet = 0 if _is_any_running() else num_quiet + 1

@@ -1,13 +1,13 @@
-"""Records of collectives: counts for tests and benchmarks, labels that ranks compare.
+"""Records of collectives: counts for tests and benchmarks, and labels that ranks compare.
 
-``megafsdp.buffer.comm.collectives`` notes every collective here before it issues it.
+``megafsdp.buffer.comm.collectives`` notes every collective here before issuing it.
 :func:`record_collectives` counts calls and bytes. With ``MEGAFSDP_DEBUG=1`` ranks also compare
-labels: a unit that only some ranks run makes the others wait in another collective, for ever or
-until sizes clash, and with the check all ranks raise an error that names the unit. That costs a
-second, small collective each time. The variable is read once, and again by each root's forward:
-a look before every collective would be a part of what hooks cost. :data:`issued` has the number of
-collectives by group and the last ones, for the report on a rank that leaves the others waiting.
-This file makes and compares the labels and exchanges nothing.
+labels. Without this check, a unit that only some ranks run makes the others wait in another
+collective, for ever or until sizes clash; with it all ranks raise an error that names the unit. The
+check costs a second, small collective each time. The variable is read once, and again in each
+root's forward: reading it before every collective would make hooks slower. :data:`issued` has the
+number of collectives by group and the last collectives, for the report on a rank that leaves the
+others waiting. This file makes and compares the labels; it exchanges nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from megafsdp.errors import MAX_RANKS, expected, listed
 
 DEBUG_VARIABLE = "MEGAFSDP_DEBUG"
-# How many of the last collectives are remembered: more than ranks differ by in a step.
+# How many of the last collectives are kept: more than ranks can be apart within a step.
 _NUM_RECENT = 1024
-# Bytes of a label. Equal on all ranks, because labels are gathered into one tensor.
+# Bytes of a label. All labels have this length, because they are gathered into one tensor.
 _WIDTH = 256
 
 
@@ -37,8 +37,8 @@ class CollectiveRecord:
     Attributes:
         calls: Number of collectives by kind; the coalesced sub-buffers of a group count as one.
         nbytes: Bytes by kind, measured on the full-size side of the flat buffers, padding included.
-        calls_by_group: Number of collectives by (kind, name of the process group), empty for all
-            ranks.
+        calls_by_group: Number of collectives by (kind, name of the process group); the name is
+            empty for the group of all ranks.
         nbytes_by_group: Bytes by the same keys.
         events: Every collective in order, as (kind, label).
     """
@@ -51,12 +51,12 @@ class CollectiveRecord:
 
 
 class IssuedCollectives:
-    """How far this rank has come, since the last :meth:`forget`.
+    """The collectives that this rank has issued since the last :meth:`forget`.
 
     Attributes:
-        counts: Number of collectives by the name of the process group, empty for all ranks.
+        counts: Number of collectives by the name of the process group (empty for all ranks).
         members: Ranks of each of these groups.
-        recent: The last ones as (name of the group, number in the group from 1, kind, label).
+        recent: The last collectives, as (name of the group, number in it from 1, kind, label).
     """
 
     __slots__ = ("counts", "members", "recent")
@@ -67,16 +67,16 @@ class IssuedCollectives:
         self.recent: deque[tuple[str, int, str, str]] = deque(maxlen=_NUM_RECENT)
 
     def forget(self) -> None:
-        """Start anew, as process groups of other ranks may get the same names."""
+        """Start anew, since process groups of other ranks may get the same names."""
         self.counts.clear()
         self.members.clear()
         self.recent.clear()
 
 
-# Process-wide like the records, and always written: a hang is explained after it has begun.
+# Process-wide like the records, and always written: a hang is only examined after it has begun.
 issued = IssuedCollectives()
 
-# Process-wide, not of one thread: backward may issue collectives on another thread.
+# Process-wide, not thread-local: backward may issue collectives on another thread.
 _open_records: list[CollectiveRecord] = []
 
 
@@ -88,12 +88,12 @@ def record_collectives() -> Iterator[CollectiveRecord]:
     try:
         yield record
     finally:
-        # By identity: records with equal counts are not the same, and may end in any order.
+        # Compare identity: different records may have equal counts, and they may end in any order.
         _open_records[:] = [r for r in _open_records if r is not record]
 
 
 def note(kind: str, label: str, nbytes: int, group_name: str) -> None:
-    """Count one collective, in every open record too; its group is among the members."""
+    """Count one collective, also in every open record; its group is already in the members."""
     number = issued.counts[group_name] = issued.counts.get(group_name, 0) + 1
     issued.recent.append((group_name, number, kind, label))
     key = (kind, group_name)
@@ -107,18 +107,18 @@ def note(kind: str, label: str, nbytes: int, group_name: str) -> None:
 
 @functools.cache
 def is_enabled() -> bool:
-    """Return whether ranks compare labels, as the environment said at the last look."""
+    """Return whether ranks compare labels, as the environment said when it was last read."""
     return os.environ.get(DEBUG_VARIABLE) == "1"
 
 
 def read_environment() -> None:
-    """Look at the environment anew: a user may set the variable after the import."""
+    """Read the environment again: a user may set the variable after the import."""
     is_enabled.cache_clear()
 
 
 def encode(kind: str, label: str, nbytes: int) -> torch.Tensor:
-    """Encode what a rank is about to do as ``(256,)`` uint8; a long label loses its beginning."""
-    # Cut at the front: long FQNs of neighbours differ at their ends, and the bytes come last.
+    """Encode a rank's next collective as ``(256,)`` uint8; a long label loses its beginning."""
+    # Cut the front: long FQNs of neighbouring layers differ at their ends, and the bytes come last.
     text = f"{kind} of '{label}', {nbytes} bytes".encode()[-_WIDTH:]
     return torch.tensor(list(text.ljust(_WIDTH)), dtype=torch.uint8, device="cpu")
 
@@ -136,7 +136,7 @@ def require_same(labels: torch.Tensor, ranks: Sequence[int]) -> None:
     texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in labels]
     if len(set(texts)) == 1:
         return
-    # One rank for each text: thousands of ranks issue two or three different collectives.
+    # Quote one rank for each text: thousands of ranks issue only two or three different ones.
     first: dict[str, int] = {}
     for rank, text in zip(ranks, texts, strict=True):
         first.setdefault(text, rank)

@@ -1,8 +1,8 @@
 """Memory that NCCL has registered, so that its collectives read and write it without a copy.
 
-A communicator's backend allocates a pool of the device's allocator, and registers it with the
-communicator. What is allocated from the pool, and what travels over the communicator, is decided
-elsewhere: a collective on a registered range is issued like any other.
+A pool of the device's allocator is registered with a communicator. What is allocated from the pool,
+and what travels over the communicator, is decided elsewhere: a collective on a registered range is
+issued like any other.
 
 Source: PyTorch, torch.cuda.MemPool; NCCL user guide, "User Buffer Registration".
 """
@@ -42,22 +42,22 @@ class RegisteredPool:
     """A pool with one block that a communicator has registered; deregistered when it is deleted.
 
     Args:
-        backend: Allocates and registers it.
-        device: Where it lies.
+        backend: The backend that allocates and registers it.
+        device: The device of the memory.
         nbytes: Size of its block.
     """
 
     def __init__(self, backend: DeviceBackend, device: torch.device, nbytes: int) -> None:
         self._device = device
-        # Of NCCL's own memory switches reduce and multicast; any other memory is registered too,
-        # for links and networks, and torch offers none of NCCL's where no switch can multicast.
+        # In memory from NCCL's allocator switches can reduce and multicast; torch offers it only if
+        # a switch can multicast. Other memory is registered too, for links and networks.
         has_own = backend.supports_tensor_alloc(device)
         self._pool = torch.cuda.MemPool(backend.mem_allocator if has_own else None)
         with self.allocating():
-            # Freed at once: the pool keeps the block, and gives it to the next of the same size.
+            # Freed at once: the pool keeps the block for the next allocation of the same size.
             torch.empty(nbytes, dtype=torch.uint8, device=device)
         backend.register_mem_pool(self._pool)
-        # Not at exit, when communicators may be gone, and all memory with the process.
+        # Not at exit: communicators may be gone, and the process's end frees all memory.
         weakref.finalize(self, _deregister, backend, self._pool, device).atexit = False
 
     def allocating(self) -> AbstractContextManager[object]:
@@ -66,15 +66,15 @@ class RegisteredPool:
 
 
 def _deregister(backend: DeviceBackend, pool: torch.cuda.MemPool, device: torch.device) -> None:
-    # A collective that was queued last may still use the memory.
+    # The last collective that was queued may still use the memory.
     torch.cuda.synchronize(device)
-    # destroy_process_group() has deregistered all that a communicator had, and refuses more.
+    # After destroy_process_group() everything is deregistered, and a further call raises.
     with contextlib.suppress(RuntimeError):
         backend.deregister_mem_pool(pool)
 
 
 def why_not_registered(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return what keeps memory of a device from being registered with a group; None for nothing."""
+    """Return why memory of a device cannot be registered with a group; None if it can."""
     if device.type == "meta":
         return None
     backend = backends(group).get(device.type)
@@ -86,10 +86,10 @@ def why_not_registered(group: dist.ProcessGroup, device: torch.device) -> str | 
 
 
 def registered_pools(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], MemoryPool]:
-    """Return what makes pools with a block of so many bytes; collective over the group.
+    """Return a function that makes a pool with a block of given bytes; collective over the group.
 
-    Call it where :func:`why_not_registered` is None. All ranks make their pools in one order, and
-    use them in one order: NCCL wants each buffer registered on all ranks or on none.
+    Call it only if :func:`why_not_registered` is None. All ranks must make and use their pools in
+    the same order: NCCL wants each buffer registered on all ranks or on none.
     """
     if device.type == "meta":
         return PlannedPool
