@@ -1,8 +1,8 @@
 """Memory that another thread writes: a read through a DTensor waits for the writer first.
 
-Code that gives a buffer to a thread registers the writer here, and operations of sharded DTensors
-look it up. The key is the storage, so aliases count: a detached parameter, a tensor of an earlier
-state dict. The file starts no thread and copies nothing.
+Code that gives a buffer to another thread registers the writer here, and operations of sharded
+DTensors look it up. The key is the storage, so aliases are found too, for example a detached
+parameter or a tensor of an earlier state dict. The file starts no thread and copies nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 
 class Writer(Protocol):
-    """Represent the work of another thread on some memory."""
+    """The work of another thread on some memory."""
 
     def wait_for_reader(self) -> None:
-        """Return when the memory may be read and written, and call :func:`unregister_writer`."""
+        """Wait until the memory may be used, then call :func:`unregister_writer`."""
 
 
-# Weak: a writer without other references has finished its work.
+# Weak references: a writer without other references has finished its work.
 _writers: dict[int, weakref.ref[Writer]] = {}
 
 
@@ -30,7 +30,7 @@ def register_writer(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
 
     Args:
         tensors: Plain tensors.
-        writer: What writes them.
+        writer: The writer of their memory.
     """
     reference = weakref.ref(writer)
     for tensor in tensors:
@@ -39,17 +39,17 @@ def register_writer(tensors: Iterable[torch.Tensor], writer: Writer) -> None:
 
 def unregister_writer(writer: Writer) -> None:
     """Remove a writer: readers of its memory no longer wait."""
-    # Loops over a copy: another thread may change the dict meanwhile.
+    # Loop over a copy: another thread may change the dict meanwhile.
     for key, reference in list(_writers.items()):
         if reference() in (None, writer):
             _writers.pop(key, None)
 
 
 def wait_for_writer(tensor: torch.Tensor) -> None:
-    """Return when no other thread writes the storage of a plain tensor.
+    """Wait until no other thread writes the storage of a plain tensor.
 
     Raises:
-        Exception: What made the writer fail.
+        Exception: The error that made the writer fail.
     """
     reference = _writers.get(_key(tensor)) if _writers else None
     writer = None if reference is None else reference()

@@ -1,8 +1,8 @@
-"""What to do instead of what a sharded parameter refuses, by operation and by caller.
+"""Alternatives to operations that a sharded parameter refuses, by operation and by caller.
 
-Every refusal on a sharded parameter takes its cure from here. A caller says more than an operation:
-``save_pretrained`` fails in a view, and needs no view. Whether something is refused is not decided
-here, nor by the caller: a cure is looked up once an error is certain.
+Every refusal on a sharded parameter takes its cure from here. The caller says more than the
+operation: ``save_pretrained`` fails in a view, but its cure is no other view. What is refused is
+decided elsewhere: a cure is looked up only once an error is certain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAVE = (
 )
 _BEFORE = "Do it before fully_shard()"
 
-# By the name of an operator, or of what else is refused.
+# Cures by the name of an operator, or of another refused use.
 _OPERATIONS: dict[str, str] = {
     **dict.fromkeys(("linalg_qr", "eye", "select", "index_put_", "__setitem__"), _INITIALISE),
     "within autograd": "Call it under torch.no_grad(), or on .detach(): torch 2.11 loses the cuts "
@@ -49,7 +49,7 @@ _OPERATIONS: dict[str, str] = {
     "replicas too with strategy='no_shard' or a mesh of two axes",
 }
 
-# By top-level package and function.
+# Cures by top-level package and function of a caller.
 _CALLERS: dict[tuple[str, str], str] = {
     ("transformers", "save_pretrained"): "Call megafsdp.checkpoint.export_hf(), or "
     "save_pretrained(path, state_dict=megafsdp.full_state_dict(model)) on all ranks",
@@ -80,7 +80,7 @@ _LOW_PRECISION = (
 _ELEMENTWISE = (
     "Use megafsdp.FusedAdam, megafsdp.Muon, or an optimizer that steps each element by itself"
 )
-# By top-level package and class; without a class, all of the package.
+# Cures by top-level package and class; an empty class means the whole package.
 _OPTIMIZERS: dict[tuple[str, str], str] = {
     ("torch", "Muon"): "Use megafsdp.Muon, which gathers each matrix on one rank",
     ("torch", "LBFGS"): _ELEMENTWISE,
@@ -93,12 +93,12 @@ _OPTIMIZERS: dict[tuple[str, str], str] = {
 
 
 def cure_of(operation: str, *, of_parameter: bool = False) -> str:
-    """Return what to do instead of a refused operation, by who has called it or by its name.
+    """Return the alternative to a refused operation, by its callers or by its name.
 
     Args:
-        operation: The name of an operator, or of another entry of the table.
-        of_parameter: Whether an operand is a parameter, so that operators which the table does not
-            name are those of a forward.
+        operation: The name of an operator, or another key of the table.
+        of_parameter: Whether an operand is a parameter. Operators that the table does not name are
+            then taken for those of a forward.
     """
     for frame, _ in traceback.walk_stack(None):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -109,7 +109,7 @@ def cure_of(operation: str, *, of_parameter: bool = False) -> str:
 
 
 def cure_of_optimizer(optimizer: type) -> str | None:
-    """Return what to use instead of an optimizer that cannot step uneven rows; None if it can."""
+    """Return the alternative to an optimizer that cannot step uneven rows; None if it can."""
     for cls in optimizer.__mro__:
         package = cls.__module__.partition(".")[0]
         cure = _OPTIMIZERS.get((package, cls.__name__), _OPTIMIZERS.get((package, "")))

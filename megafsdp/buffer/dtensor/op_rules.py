@@ -1,13 +1,13 @@
 """Operations that an unevenly sharded DTensor allows, and how they run.
 
-Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: no
-sharding propagation, hence no superlinear first step with many parameters. Sums, means, extremes,
-norms and deviations are computed by statistics.py, to be combined over ranks later. Any other
-operation would give wrong values without an error, or leave some ranks waiting, and is refused on
-all ranks alike.
+Elementwise operations run on the local tensors alone and never enter DTensor's dispatch: without
+sharding propagation the first step is not superlinear in the number of parameters. statistics.py
+computes sums, means, extremes, norms and deviations, to be combined over ranks later. Any other
+operation would silently give wrong values, or leave some ranks waiting; it is refused on all ranks
+alike.
 
-The file has the base class that applies these rules. What users see of it, and its protocol for
-checkpoints, is in uneven.py.
+The file has the base class that applies these rules. The class that users see, and its protocol for
+checkpoints, are in uneven.py.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_
 Self = TypeVar("Self", bound="RowShardedDTensor")
 
 _NEW_EMPTY = "new_empty"
-# Elementwise in effect, with results of the source's shape, though torch does not tag them
+# Operators that act elementwise and keep the source's shape, although torch does not tag them
 # pointwise.
 _LIKE = frozenset(
     {"clone", "contiguous", "_to_copy", "lift_fresh", "copy_", "zero_", "fill_"}
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full")}
 )
-# The optimizers' operators on lists step each tensor by itself, though torch tags none of them.
+# The optimizers' operators on lists step each tensor by itself, but torch tags none of them.
 _LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
-# Those that torch combines over ranks at once.
+# Reductions that torch combines over ranks at once.
 _REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-# Names of functions and methods, not of operators; rule_function() alone reads these four (2.11).
+# Names of functions and methods, not of operators; only rule_function() reads these four (2.11).
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
 _ALIASES = frozenset({"detach", "alias"})
 _EXTREMA = frozenset({"max", "min"})
@@ -80,13 +80,13 @@ _METADATA = frozenset(
     | {"is_contiguous", "is_inference", "requires_grad_", "retain_grad", "backward", "grad"}
     | {"element_size", "get_device", "type", "data_ptr", "__get__", "__set__", "__delete__"}
 )
-# torch 2.11 handles subclasses of DTensor below __torch_dispatch__; there the same rules are
-# applied one level higher, to functions by name.
+# torch 2.11 handles subclasses of DTensor below __torch_dispatch__; with it the same rules apply
+# one level higher, to functions by name.
 IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
 
 
 class RowShardedDTensor(DTensor):
-    """A DTensor whose local tensor is any range of its rows, which its layout gives."""
+    """A DTensor whose local tensor is any range of its rows, given by its layout."""
 
     _uneven_layout: UnevenLayout
 
@@ -114,20 +114,20 @@ class RowShardedDTensor(DTensor):
 
 
 class YieldingClass(type(DTensor)):  # type: ignore[misc]
-    """Class of DTensors that leave operations with unevenly sharded ones to these.
+    """Metaclass of DTensors that leave operations to unevenly sharded operands, if there are any.
 
-    Of an operation's operands torch asks the first one, but those of a subclass before it: the
-    unevenly sharded ones are said to be one. A ``__torch_dispatch__`` that declines would take
+    torch asks an operation's first operand, but operands of a subclass before it: so unevenly
+    sharded DTensors claim to be a subclass. A ``__torch_dispatch__`` that declines would take
     every other operation off torch's fast path. 2.12 to 2.14.
     """
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """Return whether torch asks a class of operands before this one."""
+        """Return whether torch asks operands of ``subclass`` before those of this class."""
         return issubclass(subclass, RowShardedDTensor) or type.__subclasscheck__(cls, subclass)
 
 
 class _StandIn(torch.Tensor):
-    """An uneven DTensor in a call of a function, whose operators it brings to the rules (2.11)."""
+    """Replaces an uneven DTensor in a call, so that its operators come to the rules (2.11)."""
 
     _original: RowShardedDTensor
 
@@ -140,7 +140,7 @@ class _StandIn(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation on what is stood in for."""
+        """Run an operation on the replaced DTensors."""
         return _run_operator(func, *map_operands(_original_of, args, kwargs or {}))
 
 
@@ -162,19 +162,19 @@ def _run_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     if name.endswith("_") and not is_pointwise:
         # torch does not tag some in-place forms, such as abs_.
         is_pointwise = _is_pointwise(name[:-1])
-    # A view as a dtype of the same size keeps rows and cuts; FP8 codes are viewed as bytes.
+    # A view in a dtype of the same size keeps rows and cuts; FP8 codes are viewed as bytes.
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
         is_pointwise = args[1].itemsize == args[0].dtype.itemsize
     return _run_by_rule(func, name, is_pointwise, args, kwargs)
 
 
-# A context variable, because another thread, such as one that loads a checkpoint, may draw.
+# A context variable, because other threads, such as one that loads a checkpoint, may draw.
 _refused = contextvars.ContextVar("refused", default=frozenset[str]())
 
 
 @contextlib.contextmanager
 def refusing_random_numbers() -> Iterator[None]:
-    """Refuse to draw into uneven DTensors: ranks of equal random states would draw equal rows."""
+    """Refuse draws into uneven DTensors: ranks with equal random states would draw equal rows."""
     token = _refused.set(DRAWS)
     try:
         yield
@@ -198,7 +198,7 @@ def _run_by_rule(
     check_may_draw(name, args)
     if name == _NEW_EMPTY:
         return _new_empty(args, kwargs)
-    # Even operations that only write wait: the other thread's writes would come after theirs.
+    # Operations that only write wait too: otherwise the other thread's writes would come later.
     if is_any_in_use():
         for leaf in _uneven_leaves(args, kwargs):
             wait_for_writer(local_of(leaf))
@@ -206,7 +206,7 @@ def _run_by_rule(
         return _RULES[name](func, name, args, kwargs)
     if name == "_fused_sgd_":
         check_fused_sgd(args)
-    # The same decision on every rank: it depends on names and layouts, never on local tensors.
+    # All ranks decide alike: the decision depends on names and layouts, never on local tensors.
     is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
     if not (is_pointwise or is_list or name in _LIKE):
         refuse(name, args, kwargs)
@@ -216,8 +216,8 @@ def _run_by_rule(
 def _alias(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RowShardedDTensor:
-    """Return another tensor over the same local one, which counts what is written to either."""
-    # An alias of the local tensor, made below autograd, would have a count of its own.
+    """Return another DTensor over the same local tensor, which counts writes to either."""
+    # An alias of the local tensor, made below autograd, would have its own count.
     (source,) = args
     return type(source).wrap(local_of(source), spec_of(source), source._uneven_layout)
 
@@ -235,12 +235,12 @@ def _reduce(
 def _equal(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Compare two tensors as if both were whole; collective where their shapes are equal."""
+    """Compare two tensors as if both were whole; collective if their shapes are equal."""
     first, second = args
     if first.shape != second.shape:
         return False
     cuts = [isinstance(a, RowShardedDTensor) and (a.device_mesh, a._uneven_layout) for a in args]
-    # DTensor would compare the shards, whose equality means nothing where the cuts differ.
+    # DTensor compares the shards, which means nothing if the cuts differ.
     if cuts[0] == cuts[1]:
         return bool(_reduce(func, name, args, kwargs))
     with torch.no_grad():
@@ -250,9 +250,9 @@ def _equal(
 def _unscale(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Unscale gradients, and tell every rank that has rows of one of what is not finite.
+    """Unscale gradients, and combine ``found_inf`` over all ranks that have rows of any of them.
 
-    torch tells the ranks of the first gradient alone, and others may be cut over other axes.
+    torch combines it only over the ranks of the first gradient, but others may be cut otherwise.
     """
     grads, found_inf, inverse_scale = args
     local = [local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads]
@@ -272,12 +272,12 @@ def _unscale(
 def _statistic(
     func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor | list[DTensor]:
-    """Compute a statistic of the own rows, of each tensor of a list; local."""
+    """Compute a statistic of this rank's rows of a tensor, or of each in a list; local."""
     bound = arguments_of(func, args, kwargs)
     if isinstance(args[0], RowShardedDTensor):
         return _statistic_of(func, name, args[0], bound)
     norm = torch.ops.aten.linalg_vector_norm.default
-    # One by one: a list may have replicated tensors too.
+    # Compute one by one: a list may also have replicated tensors.
     return [
         _statistic_of(norm, name, tensor, bound)
         if isinstance(tensor, RowShardedDTensor)
@@ -291,7 +291,7 @@ def _statistic_of(
 ) -> DTensor:
     found = reduce_rows(func, name, tensor, tensor._uneven_layout, bound)
     if found is None:
-        # One value a row would be cut like the rows, which a plain DTensor cannot express.
+        # One value per row would be cut like the rows, which a plain DTensor cannot express.
         refuse(f"{name} of each row", [tensor])
     return found
 
@@ -299,10 +299,10 @@ def _statistic_of(
 def _draw(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RowShardedDTensor:
-    """Draw the own rows as one process draws the whole, into the tensor or into one like it."""
+    """Draw this rank's rows of a draw of the whole, into the tensor or into one like it."""
     target, *others = args
     if any(isinstance(o, torch.Tensor) for o in (*others, *kwargs.values())):
-        # Of another sharded tensor no rank has all elements.
+        # No rank has all elements of another sharded tensor.
         refuse(f"{name} with a tensor of parameters", args, kwargs)
     is_into = name in DRAWS_IN_PLACE
     dtype = initial_dtype(target) if is_into else target.dtype
@@ -318,11 +318,11 @@ def _draw(
 def _select_row(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RowShardedDTensor:
-    """Return row ``index`` over the same memory, which one rank has, as embeddings pad by one."""
+    """Return row ``index``, which one rank has, as an alias; embeddings pad by such a row."""
     tensor, dim, index = args
     layout: UnevenLayout = tensor._uneven_layout
     is_watched = tensor.requires_grad and torch.is_grad_enabled()
-    # Of rows that a model axis cuts, a row is on one of its ranks, which no placement says.
+    # If a model axis cuts rows, only one of its ranks has this one: no placement expresses that.
     are_rows_cut = layout.part.dim == 0 and not layout.part.is_whole
     if dim % len(layout.shape) or is_watched or are_rows_cut:
         refuse(name, args)
@@ -339,7 +339,7 @@ def _select_row(
     return type(tensor).wrap(rows, DTensorSpec(mesh, placements, tensor_meta=meta), of_row)
 
 
-# Operators that neither run on the local tensors as they are nor are refused.
+# Operators with their own rule: neither run on the local tensors as they are, nor refused.
 _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(DRAWS, _draw),
@@ -360,7 +360,7 @@ def rule_function(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Apply the rules to a function: ``__torch_function__`` where dispatch is bypassed (2.11)."""
-    # torch then asks the deviation, which is no number before full_tensor().
+    # torch then asks the SpreadDTensor, which has no value before full_tensor().
     if SpreadDTensor in types:
         return NotImplemented
     kwargs = kwargs or {}
@@ -373,7 +373,7 @@ def rule_function(
     operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
     is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
     is_list = name.startswith(_LIST_PREFIXES)
-    # torch.nn.init offers its functions whole; what they do to the tensor comes back as operators.
+    # Functions of torch.nn.init come here as a whole; their operators then come one by one.
     if getattr(func, "__module__", "") == nn.init.__name__:
         return _run_on_stand_ins(func, args, kwargs)
     is_statistic = name in STATISTICS
@@ -383,7 +383,7 @@ def rule_function(
             is_traced = name not in {"detach", "equal", _NEW_EMPTY} and not name.endswith("_like")
             is_traced &= torch.is_grad_enabled()
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
-                # Autograd makes plain DTensors here, to which torch gives cuts of its own.
+                # Autograd makes plain DTensors here, which torch would cut in its own way.
                 cure = cure_of("within autograd" if is_statistic else name, of_parameter=True)
                 refuse(f"{name} within autograd", args, kwargs, hint=cure)
             if is_statistic:
@@ -398,7 +398,7 @@ def rule_function(
 def _run_on_stand_ins(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a function whose operators come to the rules one by one, as on later torch."""
+    """Run a function so that its operators come to the rules one by one, as in later torch."""
     with without_torch_function(), torch.no_grad():
         args, kwargs = map_operands(_stand_in_for, args, kwargs)
         return _original_of(func(*args, **kwargs))
@@ -417,7 +417,7 @@ if IS_DISPATCH_BYPASSED:
 
 
 def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an elementwise operation on local tensors and wrap what comes out."""
+    """Run an elementwise operation on local tensors and wrap the results."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg]
     args = _cut_whole_operands(func, args, kwargs)
     if not lists or not _are_cut_alike(lists):
@@ -437,7 +437,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     for leaf in sources:
         if result is local_of(leaf):
             if IS_DISPATCH_BYPASSED:
-                # No layer of torch is above this one there that counts the write.
+                # With 2.11 no layer of torch above this one counts the write.
                 torch.autograd.graph.increment_version(leaf)
             return leaf
     return _wrap_result(result, sources[0])
@@ -451,13 +451,13 @@ def _uneven_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowSha
 def _cut_whole_operands(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments with this rank's rows of those that every rank has whole.
+    """Return the arguments, replacing those that every rank has whole by this rank's rows.
 
     Autograd expands the gradient of a statistic to a replicated DTensor of the whole shape.
     """
     if not any(type(arg) is DTensor and arg.ndim for arg in args):
         return args
-    # Of what is written, a copy would be.
+    # Not if an operand is written: the write would go to a copy.
     if not isinstance(args[0], RowShardedDTensor) and (
         not isinstance(func, OpOverload) or places_written(func)
     ):
@@ -476,14 +476,14 @@ def _cut_whole_operands(
 
 
 def _local_operand(value: object) -> object:
-    """Return what stands for an operand in a local operation."""
+    """Return the local form of an operand for a local operation."""
     if not isinstance(value, DTensor):
         return value
-    # Lists may have replicated DTensors too, and those that torch has cut.
+    # Lists may also have replicated DTensors, and DTensors that torch has cut.
     if value.ndim or isinstance(value, RowShardedDTensor):
         return local_of(value)
-    # A scalar such as a norm may be Partial: its reduction over ranks is still to be made.
-    # torch 2.12 detaches one that requires gradients by an operator that it then refuses.
+    # A scalar such as a norm may be Partial: full_tensor() makes its reduction over ranks. Detach
+    # it first: torch 2.12 detaches one that requires gradients by an operator that it refuses.
     settled = cast(DTensor, value.detach()) if value.requires_grad else value
     return settled.full_tensor()
 
@@ -514,9 +514,9 @@ def _as_plain_dtensor(value: object) -> object:
 
 
 def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
-    """Return whether lists pair tensors of the same cuts, or scalars; False if it is not sure.
+    """Return whether lists pair tensors of the same cuts, or scalars; False if unsure.
 
-    In bulk: with hundreds of parameters in one call a check of each costs as much as the kernel.
+    A check in bulk: with hundreds of parameters, a check of each costs as much as the kernel.
     """
     first, *others = ([getattr(o, "_uneven_layout", None) for o in operands] for operands in lists)
     are_scalars = (not any(getattr(o, "ndim", 0) for o in operands) for operands in lists[1:])
@@ -530,7 +530,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
     sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
     if not sharded:
         return
-    # Tensors of equal local shape may be different rows, which a kernel would pair without error.
+    # Tensors of equal local shape may be different rows: a kernel would pair them silently.
     layout = sharded[0]._uneven_layout
     for operand in operands:
         if not isinstance(operand, torch.Tensor) or operand.ndim == 0:
@@ -539,7 +539,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
             operand._uneven_layout is layout or operand._uneven_layout == layout
         )
         if not is_cut_alike:
-            # An activation meets a weight, as in a norm; optimizers make no graph.
+            # With a graph it is an activation that meets a weight: optimizers make no graph.
             is_forward = torch.is_grad_enabled() and isinstance(sharded[0], nn.Parameter)
             raise ValueError(
                 expected(
@@ -552,7 +552,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
 
 
 def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
-    """Run ``new_empty`` with the tensor's own global shape, as staging and deepcopy call it."""
+    """Run ``new_empty`` with the tensor's own global shape, as staging and deepcopy do."""
     source = args[0]
     sizes = kwargs.get("size", args[1:])
     if len(sizes) == 1 and not isinstance(sizes[0], int):
@@ -567,7 +567,7 @@ def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTens
 def refuse(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, hint: str = ""
 ) -> NoReturn:
-    """Raise the error of an operation that would be wrong, naming it and the tensor's shape."""
+    """Raise the error for an operation that would be wrong, naming it and the tensor's shape."""
     leaves = leaves_of((*args, *(kwargs or {}).values()))
     shape = next((tuple(t.shape) for t in leaves if isinstance(t, DTensor)), "unknown")
     is_of_parameter = any(isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -582,14 +582,14 @@ def refuse(
 
 
 def is_cut_alike(value: object, tensor: object) -> bool:
-    """Return whether a value may be copied into a tensor row by row; True for plain tensors."""
+    """Return whether a value can be copied row by row into a tensor; True for a plain tensor."""
     if not isinstance(tensor, RowShardedDTensor):
         return True
     return isinstance(value, RowShardedDTensor) and value._uneven_layout == tensor._uneven_layout
 
 
 def refuse_full_state(where: str) -> NoReturn:
-    """Raise the error of a loaded tensor that is full, or that torch has cut by itself."""
+    """Raise the error for a loaded tensor that is full, or that torch has cut in its own way."""
     raise NotImplementedError(
         expected(
             "a tensor cut like the parameter",

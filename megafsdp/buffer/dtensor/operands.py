@@ -1,7 +1,7 @@
-"""The operands of an operator: found, changed one by one, and counted where they are written.
+"""Find the operands of an operator, change them one by one, and count writes to them.
 
-What an operator of torch does not step in full is refused here; what it may do with cuts is decided
-in op_rules.py.
+Operators of torch that would update only some elements are refused here; op_rules.py decides which
+operators are allowed on uneven shards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megafsdp.errors import expected
 from megafsdp.mesh.torch_private import local_of
 
 
-# Operators nest tensors in flat lists only. torch's pytree would cost ten times as much, which is
-# noticeable with hundreds of parameters in one call.
+# Operators nest tensors only in flat lists. torch's pytree would cost ten times as much, which
+# matters with hundreds of parameters in one call.
 def leaves_of(args: Iterable[object]) -> list[object]:
-    """Return the operands of an operator, those in lists too."""
+    """Return the operands of an operator, including those in lists."""
     leaves: list[object] = []
     for arg in args:
         if type(arg) in (list, tuple):
@@ -46,7 +46,7 @@ def map_operands(
 
 @functools.cache
 def places_written(func: OpOverload) -> tuple[int, ...]:
-    """Return which of an operator's arguments it writes to, by position."""
+    """Return the positions of the arguments that an operator writes to."""
     return tuple(
         place
         for place, argument in enumerate(schema_of(func).arguments)
@@ -60,12 +60,12 @@ def _names_written(func: OpOverload) -> frozenset[str]:
 
 
 def count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[str, Any]) -> None:
-    """Bump the version counters of what was written.
+    """Bump the version counters of the operands that were written.
 
-    torch does so in its autograd layer, above the dispatch in which this runs.
+    torch does so in its autograd layer, which lies above the dispatch in which this runs.
     """
     if not isinstance(func, OpOverload):
-        # A function (2.11), which counts what it writes, but for those of these two families.
+        # A function (2.11) counts its own writes, except in these two families.
         name = getattr(func, "__name__", "")
         if not name.startswith(("_fused_", "_amp_")):
             return
@@ -81,7 +81,7 @@ def count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[
 
 
 def check_fused_sgd(args: tuple[Any, ...]) -> None:
-    """Refuse narrow dtypes on a CPU, of which torch's kernel steps the tail only."""
+    """Refuse narrow dtypes on a CPU: torch's kernel would step only the tail of a tensor."""
     for weight in args[0]:
         if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
             raise NotImplementedError(

@@ -1,12 +1,11 @@
-"""Random values of sharded tensors: the rows of the whole tensor's draw.
+"""Random values of sharded tensors: each rank keeps its rows of a draw of the whole tensor.
 
-Each rank draws the whole, in one tensor that is freed at once, and takes its own rows. With equal
-random states the values are thus those of one process for any number of ranks and any strategy, and
-the states stay equal. Drawing by rows would repeat numbers: ranks of equal states would draw equal
-rows.
+Each rank draws the whole tensor, which is freed at once, and takes its own rows. So with equal
+random states the values are those of one process, for any number of ranks and any strategy, and the
+states stay equal. If ranks with equal states drew only their own rows, these would be equal.
 
 Initialisers of ``torch.nn.init`` that draw or fill element by element work through these rules.
-Those that look at the whole meet an operation that op_rules.py refuses.
+Initialisers that read the whole tensor use an operation that op_rules.py refuses.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.mesh.torch_private import local_of
 
-# In place, on every element by itself; torch tags none of them pointwise.
+# Draws in place, element by element; torch tags none of them pointwise.
 DRAWS_IN_PLACE = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 )
@@ -36,16 +35,16 @@ def draw_rows(
     draw: Callable[[torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Draw as for the whole of a tensor, and return this rank's rows, in the local shape.
+    """Draw a whole tensor, and return this rank's rows of it, in the local shape.
 
-    Local, or collective over the ranks that have the same rows, if any: they must draw the same.
+    Local, but collective over ranks that have the same rows, if any: they must draw alike.
     Allocates the whole tensor.
 
     Args:
         tensor: The sharded or replicated tensor.
         layout: How it is cut; None for a replicated one.
-        draw: Fills the whole tensor that it is given, or returns another.
-        dtype: Of the whole tensor: :func:`initial_dtype` for a draw into ``tensor``.
+        draw: Fills its argument, the whole tensor, and returns it, or returns another one.
+        dtype: Dtype of the whole tensor: :func:`initial_dtype` for a draw into ``tensor``.
 
     Raises:
         ValueError: The random states of ranks with the same rows differ.
@@ -61,7 +60,7 @@ def write_rows(target: DTensor, rows: torch.Tensor) -> None:
     """Copy rows into a sharded or replicated tensor, and count the write; local."""
     wait_for_writer(local_of(target))
     local_of(target).copy_(rows)
-    # Of the wrapper too, for callers below autograd's layer, which counts.
+    # Count it on the wrapper too, for callers below autograd's layer, which would count it.
     written = [t for t in (local_of(target), target) if not t.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -74,12 +73,12 @@ def initial_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def set_initial_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Note what :func:`initial_dtype` returns of a tensor, if it is another than its own."""
+    """Set the dtype that :func:`initial_dtype` returns for a tensor."""
     setattr(tensor, _INITIAL_DTYPE, dtype)
 
 
 def copy_initial_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy what :func:`set_initial_dtype` has noted on a tensor to an alias of it."""
+    """Copy the dtype of :func:`set_initial_dtype` from a tensor to an alias of it."""
     if hasattr(source, _INITIAL_DTYPE):
         setattr(target, _INITIAL_DTYPE, getattr(source, _INITIAL_DTYPE))
 
@@ -98,7 +97,7 @@ def random_state_digest(device: torch.device) -> str:
 def _require_equal_states(tensor: DTensor) -> None:
     mesh = tensor.device_mesh
     for axis, placement in enumerate(tensor.placements):
-        # Sharded alone needs no check: ranks of other states draw other values, and no replicas.
+        # Sharded axes need no check: their ranks have no replicas that could come to differ.
         if placement.is_replicate() and mesh.size(axis) > 1:
             require_equal(
                 random_state_digest(local_of(tensor).device),

@@ -1,7 +1,7 @@
 """Sums, means, extremes, norms and deviations of unevenly sharded tensors.
 
-A statistic of the own rows is computed at once, without a collective, so one rank may call it
-alone. The result is a DTensor whose ranks are combined by ``full_tensor()``, on all ranks:
+A statistic of this rank's rows is computed at once, without a collective, so one rank may call it
+alone. The result is a DTensor; calling its ``full_tensor()`` on all ranks combines their values:
 
 =========================================  ================================================
 statistic                                  placement of the result
@@ -12,9 +12,9 @@ max, min, amax, amin, norm of order inf    :class:`ExtremePartial`, which keeps 
 var, std                                   :class:`SpreadDTensor`, which has three moments
 =========================================  ================================================
 
-Ranks without rows take the value that changes nothing. Reductions that leave the rows apart are not
-built: one value a row would be cut like the rows, which no placement says. Which operations come
-here is decided in op_rules.py.
+Ranks without rows take the neutral value. Reductions that keep the dimension of rows are not built:
+one value per row would be cut like the rows, which no placement can express. op_rules.py decides
+which operations come here.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _SUMS = {"sum": "sum", "mean": "sum", "count_nonzero": "sum", "any": "sum", "all
 _EXTREMES = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
 _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 _SPREADS = frozenset({"var", "std"})
-# Names of operators, which are those of the functions and methods too.
+# Names of operators; the functions and methods have the same names.
 STATISTICS = frozenset(_SUMS) | frozenset(_EXTREMES) | _NORMS | _SPREADS
-# Elements of one piece of rows that is converted to double at a time.
+# Elements of the piece of rows that is converted to double at a time.
 _PIECE_NUMEL = 1 << 20
-# What a deviation allows before full_tensor(): looks at its shape, and what autograd calls.
+# Allowed on a SpreadDTensor before full_tensor(): reading its shape, and autograd's own calls.
 _ALLOWED = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "requires_grad_"})
 
 
 class ExtremePartial(Partial):
-    """A largest or smallest value of each rank's own rows; NaN on one rank is NaN of the whole.
+    """A largest or smallest value of each rank's own rows; NaN on one rank makes the result NaN.
 
-    A library's reduction by maximum drops NaN or keeps it as the order of the ranks has it.
+    A library's maximum drops or keeps NaN depending on the order of the ranks.
     """
 
     def _reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
@@ -75,9 +75,9 @@ class ExtremePartial(Partial):
 class SpreadDTensor(DTensor):
     """A variance or standard deviation whose moments are still to be combined over ranks.
 
-    Its local tensor is that of the own rows. Sums of deviations do not add up over ranks, whose
-    means differ, so each rank has count, mean and sum of squared deviations; :meth:`full_tensor`
-    combines these in double.
+    Its local tensor is the statistic of this rank's rows. Squared deviations do not add up over
+    ranks, because their means differ. So each rank keeps count, mean and sum of squared deviations;
+    :meth:`full_tensor` combines these in double.
     """
 
     _moments: torch.Tensor
@@ -99,7 +99,7 @@ class SpreadDTensor(DTensor):
         """Return the statistic of the whole tensor, replicated; collective.
 
         Raises:
-            NotImplementedError: Any other placements.
+            NotImplementedError: Other placements are wanted.
         """
         if not placements or not all(p.is_replicate() for p in placements):
             _refuse_before_full_tensor("redistribute() to other placements than Replicate()")
@@ -114,7 +114,7 @@ class SpreadDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse operations: on the local value they would differ between ranks."""
+        """Refuse operations: on the local value their results would differ between ranks."""
         name = getattr(func, "__name__", "")
         if name not in _ALLOWED:
             _refuse_before_full_tensor(f"'{name}'")
@@ -136,7 +136,7 @@ def _refuse_before_full_tensor(got: str) -> None:
 def reduce_rows(
     func: OpOverload, name: str, tensor: DTensor, layout: UnevenLayout, bound: dict[str, Any]
 ) -> DTensor | None:
-    """Compute a statistic of the own rows; local.
+    """Compute a statistic of this rank's rows; local.
 
     Args:
         func: The operator.
@@ -146,17 +146,17 @@ def reduce_rows(
         bound: The operator's other arguments by name.
 
     Returns:
-        The statistic, still to be combined over ranks; None where it is not built.
+        The statistic, still to be combined over ranks; None if it is not supported.
     """
     ndim, rows = len(layout.shape), local_of(tensor)
     dims = _dims_of(bound.get("dim"), ndim)
     is_whole = len(dims) == ndim
     has_rows_of_tensor = ndim > 0 and tuple(rows.shape[1:]) == layout.shape[1:]
-    # max over a dimension returns places too, which count from the start of the own rows.
+    # max over a dimension also returns indices, which would count from this rank's first row.
     if "out" in bound or len(schema_of(func).returns) > 1:
         return None
-    # A stack of matrices may be cut within one: its columns are not those of the local tensor.
-    # A model axis may cut columns too.
+    # A stack may be cut within a matrix, so that the local tensor has other columns than the whole;
+    # a model axis may cut columns too.
     if not is_whole and (0 not in dims or not has_rows_of_tensor):
         return None
     keeps_dims = bool(bound.get("keepdim"))
@@ -164,7 +164,7 @@ def reduce_rows(
         1 if d in dims else n for d, n in enumerate(layout.shape) if keeps_dims or d not in dims
     ]
     if is_whole:
-        # Flat, for the local tensor may have other dimensions than the tensor.
+        # Flatten: the local tensor may have other dimensions than the whole.
         rows, bound = rows.reshape(-1), dict(bound)
         if bound.get("dim") is not None:
             bound["dim"] = 0 if isinstance(bound["dim"], int) else [0]
@@ -179,22 +179,22 @@ def reduce_rows(
         rows = rows.new_full((1, *rows.shape[1:]), neutral)
     value = func(rows, **bound)
     if name == "mean":
-        # The share of the own rows: the mean of the ranks' means is not that of the tensor.
+        # Weight by the share of rows: the mean of the ranks' means is not the mean of the tensor.
         all_rows = math.prod(layout.shape) if is_whole else layout.shape[0]
         value = value * (num_rows / max(all_rows, 1))
     return _wrap(DTensor, tensor, value.reshape(shape), placement)
 
 
 def arguments_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments behind the first by name, those with defaults left out."""
+    """Return the given arguments after the first, by name."""
     names = [argument.name for argument in schema_of(func).arguments]
     return {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
 
 
 def _dims_of(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
-    """Return the dimensions that are reduced: those given, or all."""
+    """Return the dimensions that are reduced: the given ones, or all."""
     given = [dim] if isinstance(dim, int) else list(dim or [])
-    # A tensor without dimensions takes 0 and -1.
+    # torch accepts 0 and -1 for a tensor without dimensions.
     return sorted({d % ndim for d in given}) if given and ndim else list(range(ndim))
 
 
@@ -213,7 +213,7 @@ def _placement_of(
         return ExtremePartial("max"), 0
     if order == -math.inf:
         return ExtremePartial("min"), math.inf
-    # A norm of negative order has no value on an empty shard.
+    # A norm of negative order is undefined on an empty shard.
     if order <= 0:
         return (Partial("sum"), None) if order == 0 else (None, None)
     return norm_placement(order), None
@@ -229,7 +229,7 @@ def _limit(dtype: torch.dtype, *, is_lowest: bool) -> float | bool:
 
 
 def _wrap(cls: type[DTensor], source: DTensor, value: torch.Tensor, placement: Partial) -> DTensor:
-    """Wrap a statistic of the own rows; it is equal where the source is replicated."""
+    """Wrap a statistic of this rank's rows; it is replicated where the source is."""
     spec = spec_of(source)
     placements = tuple(p if cut_dim(p) is None else placement for p in spec.placements)
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
@@ -250,7 +250,7 @@ def _spread(
     divisor_offset = float(unbiased if correction is None else correction)
 
     def finish(moments: torch.Tensor) -> torch.Tensor:
-        # As torch: no freedom left gives NaN or infinity.
+        # As in torch, no degrees of freedom give NaN or infinity.
         variance = moments[2] / (moments[0] - divisor_offset).clamp(min=0)
         value = variance.sqrt() if name == "std" else variance
         return value.reshape(shape).to(rows.dtype)
@@ -264,7 +264,7 @@ def _spread(
 
 def _moments(rows: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """Return count, mean and sum of squared deviations over dimensions, ``(3, ...)`` fp64."""
-    # Pieces: the whole in double would be twice the shard.
+    # Convert in pieces: all rows in double would take twice the shard's memory.
     num_rows = max(_PIECE_NUMEL // max(math.prod(rows.shape[1:]), 1), 1)
     found = []
     for piece in rows.detach().split(num_rows) if len(rows) else ():
@@ -292,7 +292,7 @@ def _gather(
     value: torch.Tensor, group: dist.ProcessGroup, mesh: DeviceMesh, label: str
 ) -> torch.Tensor:
     """Return all ranks' values of equal shape, stacked; collective."""
-    # As bytes: gloo gathers no bool. A value on the host is one of offloaded rows.
+    # Gather bytes: gloo gathers no bool. A value of offloaded rows is on the host: move it.
     sent = value.to(mesh.device_type).contiguous().reshape(-1).view(torch.uint8)
     received = all_gather_equal(sent, group=group, label=label)
     return received.view(value.dtype).view(-1, *value.shape).to(value.device)

@@ -1,14 +1,14 @@
 """DTensors whose shards do not follow ``torch.chunk``.
 
 A parameter of a flat buffer is cut where the buffer's shards end, so a rank has any number of its
-rows, possibly none. torch has no placement for that: a plain DTensor would compute wrong global
-results without an error. :class:`UnevenDTensor` keeps its
-:class:`~megafsdp.buffer.dtensor.uneven_layout.UnevenLayout` through everything torch does to a
-state dict or an optimizer state, and has the protocol of ``torch.distributed.checkpoint``.
+rows, possibly none. torch has no placement for that: a plain DTensor would silently compute wrong
+global results. :class:`UnevenDTensor` keeps its
+:class:`~megafsdp.buffer.dtensor.uneven_layout.UnevenLayout` through all that torch does to a state
+dict or an optimizer state, and implements the protocol of ``torch.distributed.checkpoint``.
 
-The functions below it take any tensor, and treat uneven, plain DTensors and local ones alike. Which
-operations are allowed is decided in op_rules.py, which rows a rank has in buffer/planner.py. The
-class is a DTensor, so the file reads private names of torch.
+The functions below it take any tensor: uneven or plain DTensors and local ones. op_rules.py decides
+which operations are allowed, buffer/planner.py which rows a rank has. The class is a DTensor, so
+the file reads private names of torch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from megafsdp.mesh.torch_private import (
 def _outside_autograd(parameter: DTensor) -> torch.Tensor:
     alias = parameter.detach()
     if isinstance(parameter, ReplicatedParameter):
-        # So that a draw into .data is one into the parameter.
+        # So that a draw into .data is a draw into the parameter.
         alias.__class__ = type(parameter)  # type: ignore[assignment]
     copy_initial_dtype(parameter, alias)
     return alias
@@ -83,7 +83,7 @@ def _refuse_other_memory(parameter: DTensor, value: torch.Tensor) -> NoReturn:
     )
 
 
-# torch's own setter would point the parameter at other memory, which no gather reads.
+# torch's own setter would point the parameter at memory that no gather reads.
 FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 # Parameters that came on the meta device have memory, but no values until the user writes some.
 SHOWN_AS_META = property(is_shown_as_meta)
@@ -110,12 +110,12 @@ class ReplicatedParameter(DTensor, metaclass=YieldingClass):
         return _deep_copy(self, wrap_like(self, self._local_tensor.clone()), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values, not what ties the parameter to its unit."""
+        """Pickle the values, without the ties of the parameter to its unit."""
         return nn.Parameter, (wrap_like(self, self._local_tensor), self.requires_grad)
 
 
 def _deep_copy(tensor: DTensor, rows: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
-    """Make a copy of the rows of a tensor a copy of the tensor, as ``copy.deepcopy()`` wants it."""
+    """Turn copied rows of a tensor into a copy of the tensor, for ``copy.deepcopy()``."""
     copied = nn.Parameter(rows) if isinstance(tensor, nn.Parameter) else rows
     memo[id(tensor)] = copied
     copied.requires_grad_(tensor.requires_grad)
@@ -153,8 +153,8 @@ def _drawing_as_one_process(name: str) -> Callable[..., torch.Tensor]:
     return method
 
 
-# torch's draws into DTensors move the random state by other amounts. As methods, for an override of
-# the dispatch would take each operation of each step off torch's fast path.
+# torch's draws into DTensors advance the random state differently, so methods replace them: an
+# override of the dispatch would take each operation of each step off torch's fast path.
 for _name in DRAWS_IN_PLACE:
     setattr(ReplicatedParameter, _name, _drawing_as_one_process(_name))
 
@@ -162,11 +162,11 @@ for _name in DRAWS_IN_PLACE:
 class UnevenDTensor(RowShardedDTensor):
     """A DTensor with arbitrary ranges of its rows, or of the rows of a part of it, as shards.
 
-    Create it with :meth:`from_local_rows`. The axes of its mesh are data axes, of which the last
-    one or all divide rows, or none does, then model axes, of which the last may give each rank a
-    part. ``placements`` are labels, all that torch can express; the true cuts are in
-    ``uneven_layout``. Where two data axes divide rows, shards are counted along the first axis
-    first: rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
+    Create it with :meth:`from_local_rows`. Its mesh has data axes, then model axes. The last data
+    axis, or all of them, or none divide rows; the last model axis may cut the tensor into parts.
+    ``placements`` are only labels, the nearest that torch can express; the true cuts are in
+    ``uneven_layout``. If two data axes divide rows, shards are counted along the first axis first:
+    rank (o, s) of a mesh (M, N) has shard ``s * M + o``.
     """
 
     @classmethod
@@ -209,7 +209,7 @@ class UnevenDTensor(RowShardedDTensor):
 
     @property
     def uneven_layout(self) -> UnevenLayout:
-        """Return how the global tensor is cut: alike on all ranks of one part but for ``shard``."""
+        """Return how the global tensor is cut; only ``shard`` differs between ranks of a part."""
         return self._uneven_layout
 
     @property
@@ -223,7 +223,7 @@ class UnevenDTensor(RowShardedDTensor):
         """Return the ranks that divide the rows of this rank's part among them.
 
         Raises:
-            AssertionError: No data axis divides them: every rank of the data axes has all.
+            AssertionError: No data axis divides them: every rank of the data axes has all rows.
         """
         assert self._shard_axes, "a group of ranks divides the rows"
         return group_of_axes(self.device_mesh, self._shard_axes)
@@ -232,8 +232,8 @@ class UnevenDTensor(RowShardedDTensor):
     def copy_group(self) -> dist.ProcessGroup:
         """Return the ranks that together have the whole tensor, and other tensors of its model.
 
-        Every rank of a model axis is among them; where all have the same, :attr:`is_counted` says
-        which one stands for it.
+        They include every rank of a model axis; if these have equal elements, :attr:`is_counted`
+        says which rank counts.
         """
         mesh, num_model_axes = self.device_mesh, self._uneven_layout.num_model_axes
         model_axes = range(mesh.ndim - num_model_axes, mesh.ndim)
@@ -244,7 +244,7 @@ class UnevenDTensor(RowShardedDTensor):
         """Return whether this rank's elements count in sums over :attr:`copy_group`."""
         mesh = self.device_mesh
         model_axes = range(mesh.ndim - self._uneven_layout.num_model_axes, mesh.ndim)
-        # Of the ranks that have the same elements, the first counts.
+        # Among ranks with the same elements, the first counts.
         return all(
             mesh.get_local_rank(axis) == 0
             for axis in model_axes
@@ -257,7 +257,7 @@ class UnevenDTensor(RowShardedDTensor):
         return shard_axes(self.placements, self._uneven_layout.num_model_axes)
 
     def shards_by_rank(self) -> list[int]:
-        """Return the shard of every rank of :attr:`shard_group`, or of this one without a group."""
+        """Return the shard of every rank of :attr:`shard_group`; without a group of this rank."""
         if not self._shard_axes:
             return [0]
         # Ranks of the flat group are numbered along the last axis first, shards along the first.
@@ -267,7 +267,7 @@ class UnevenDTensor(RowShardedDTensor):
         return [s * num_outer + o for o in range(num_outer) for s in range(num_inner)]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's rows within autograd; their gradient is cut like the tensor.
+        """Return this rank's rows, differentiably; their gradient is cut like the tensor.
 
         Raises:
             NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
@@ -280,16 +280,16 @@ class UnevenDTensor(RowShardedDTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank; collective over the ranks that divide it.
 
-        The data axes are gathered first, then the model axis that cuts the tensor, if one does.
-        Allocates the result, a part on the way, and padded gather buffers. Within autograd, where
-        the gradient of the whole must be equal on all ranks; outside of it under torch 2.11.
+        Gathers over the data axes first, then over a model axis that cuts the tensor. Allocates the
+        result, a part before that, and padded gather buffers. Differentiable, except with torch
+        2.11; the gradient of the whole must then be equal on all ranks.
         """
         is_watched = self.requires_grad and torch.is_grad_enabled() and not IS_DISPATCH_BYPASSED
         return _Whole.apply(self) if is_watched else self._gathered()
 
     def _gathered(self) -> torch.Tensor:
         layout, part = self._uneven_layout, self._uneven_layout.part
-        # An offloaded tensor lies on the host, from which NCCL cannot gather.
+        # Move an offloaded tensor to the device: NCCL cannot gather from the host.
         rows = self.local.reshape(-1).to(self.device_mesh.device_type)
         if self._shard_axes:
             ranges = [layout.element_range(shard) for shard in range(layout.num_shards)]
@@ -311,10 +311,10 @@ class UnevenDTensor(RowShardedDTensor):
         placements: Sequence[Placement] | None = None,
         **kwargs: object,
     ) -> DTensor:
-        """Return the tensor as it is, or replicated; collective for the latter.
+        """Return the tensor as it is, or replicated; replicating is collective.
 
         Raises:
-            NotImplementedError: Any other placements.
+            NotImplementedError: Other placements are wanted.
         """
         wanted = tuple(placements or self.placements)
         if wanted == tuple(self.placements):
@@ -328,11 +328,11 @@ class UnevenDTensor(RowShardedDTensor):
                     hint="Replicate it, and cut the result with distribute_tensor()",
                 )
             )
-        # The gather makes the tensor equal on all ranks; a check would be a second exchange.
+        # The gather makes the tensor equal on all ranks; run_check would be a second exchange.
         return DTensor.from_local(self.full_tensor(), self.device_mesh, wanted, run_check=False)
 
     def like(self, local: torch.Tensor) -> UnevenDTensor:
-        """Wrap other local elements, as many as this tensor has, in the same mesh and layout."""
+        """Wrap as many other local elements as this tensor has, with the same mesh and layout."""
         shape = self._local_tensor.shape
         rows = local if local.shape == shape else local.view(shape)
         return type(self).wrap(rows, self._spec, self._uneven_layout)
@@ -344,13 +344,13 @@ class UnevenDTensor(RowShardedDTensor):
             ValueError: ``full`` has another shape.
         """
         _check_whole(self, full)
-        # By region, not by flat range: a tensor-parallel part is no contiguous range of the whole.
+        # Copy regions: a tensor-parallel part is no contiguous flat range of the whole.
         everything = whole(self._uneven_layout.shape)
         with torch.no_grad():
             for region, view in self._region_views():
                 view.copy_(full[region.slices_in(everything)])
-        # On ranks without rows too: all ranks must enter the collective that refreshes a stale
-        # compute weight.
+        # Count the write on ranks without rows too: all ranks must enter the collective that
+        # refreshes a stale compute weight.
         torch.autograd.graph.increment_version(self._local_tensor)
         mark_written(self)
 
@@ -359,12 +359,12 @@ class UnevenDTensor(RowShardedDTensor):
         return _deep_copy(self, self.like(self.local.clone()), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the tensor where this rank has all of its rows.
+        """Pickle the tensor if this rank has all of its rows.
 
-        Copies to processes of ``multiprocessing`` are made with any rows.
+        Copies to processes of ``multiprocessing`` may have any rows.
 
         Raises:
-            RuntimeError: It has fewer: a file would pass them off as the whole.
+            RuntimeError: The rank has fewer rows: a file would pass them off as the whole.
         """
         start, stop = self._uneven_layout.element_range()
         if stop - start < math.prod(self.shape):
@@ -384,8 +384,8 @@ class UnevenDTensor(RowShardedDTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """List the regions this rank reads, for ``torch.distributed.checkpoint`` to load."""
-        # A load writes only on ranks with rows. The others must count it too: a collective that all
-        # ranks enter refreshes a stale compute weight.
+        # A load writes only on ranks with rows. Other ranks must count it too: all ranks must enter
+        # the collective that refreshes a stale compute weight.
         torch.autograd.graph.increment_version(self._local_tensor)
         return self._chunks()
 
@@ -435,7 +435,7 @@ class UnevenDTensor(RowShardedDTensor):
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Show the global shape and the own range, without a collective."""
+        """Show the global shape and this rank's range, without a collective."""
         layout = self._uneven_layout
         return (
             f"UnevenDTensor(shape={layout.shape}, own={layout.element_range()}, "
@@ -449,14 +449,14 @@ class UnevenDTensor(RowShardedDTensor):
 def _gather_unequal(
     local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Return every rank's flat elements, of numbers that all ranks know; collective."""
-    # A part may have no rows, where an extent is smaller than its model axis.
+    """Return every rank's flat elements; all ranks know their numbers; collective."""
+    # A part may have no rows, if a dimension is smaller than its model axis.
     if not any(numels):
         return [local] * len(numels)
-    # Padded to the longest: equal pieces take one gather and no exchange of sizes.
+    # Pad to the longest: equal pieces take one gather and no exchange of sizes.
     padded = local.new_zeros(max(numels))
     padded[: local.numel()] = local
-    # As bytes: gloo gathers neither int16 nor FP8.
+    # Gather bytes: gloo gathers neither int16 nor FP8.
     received = all_gather_equal(padded.view(torch.uint8), group=group, label="full_tensor")
     pieces = zip(received, numels, strict=True)
     return [piece.view(local.dtype)[:numel] for piece, numel in pieces]
@@ -464,17 +464,17 @@ def _gather_unequal(
 
 def _reduce(tensor: UnevenDTensor) -> Any:
     if isinstance(tensor, nn.Parameter):
-        # Without what ties it to its unit.
+        # Without the attributes that tie it to its unit.
         return nn.Parameter, (tensor.like(tensor._local_tensor), tensor.requires_grad)
     return super(UnevenDTensor, tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-# What goes to another process of this job, as background saves of torch do, is no file.
+# A copy to another process of this job, as in torch's background saves, is no file.
 ForkingPickler.register(UnevenDTensor, _reduce)
 
 
 def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Fill a sharded or replicated tensor with the rows of a whole one that ``fill`` fills.
+    """Fill a sharded or replicated tensor with its rows of a whole tensor that ``fill`` fills.
 
     Returns:
         False for any other tensor, which is left as it is.
@@ -499,8 +499,8 @@ class _LocalRows(torch.autograd.Function):
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
         """Return a view of the local tensor."""
         ctx.spec, ctx.layout = tensor._spec, tensor.uneven_layout
-        # A view, because autograd attaches this node to what is returned, and the stored local
-        # tensor must stay outside autograd.
+        # Return a view: autograd attaches this node to the result, but the stored local tensor must
+        # stay outside autograd.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -515,7 +515,7 @@ class _LocalRows(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Return an uneven DTensor's whole tensor; cut its gradient likewise in backward."""
+    """Return an uneven DTensor's whole tensor; cut its gradient the same way in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
@@ -538,7 +538,7 @@ class _Whole(torch.autograd.Function):
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded, replicated or plain tensor; collective if it is sharded.
 
-    All ranks of the tensor's mesh must call it. It is right for uneven shards too.
+    All ranks of the tensor's mesh must call it. It works for uneven shards too.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -549,12 +549,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_object(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor object of a DTensor, whose version counts writes, or the tensor."""
+    """Return a DTensor's local tensor object, whose version counts writes, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Wrap other local elements, of any dtype, like a tensor: sharded alike, or plain; aliases."""
+    """Wrap other local elements, of any dtype, like a tensor: cut the same, or plain; aliases."""
     if isinstance(tensor, UnevenDTensor):
         return tensor.like(local)
     if not isinstance(tensor, DTensor):
@@ -567,16 +567,16 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def wrapper_as(
     cls: type[DTensor], tensor: DTensor, dtype: torch.dtype, device: torch.device
 ) -> Callable[[torch.Tensor], DTensor]:
-    """Return what :func:`wrap_like` does with rows of one dtype and device, as a function of a row.
+    """Return a function that wraps rows of one dtype and device like :func:`wrap_like`.
 
-    All that does not depend on the rows is made here: gradients are wrapped one by one in every
-    backward.
+    Everything that does not depend on the rows is made once, here: every backward wraps gradients
+    one by one.
 
     Args:
         cls: Class of the results; sharded like the tensor, or a plain DTensor.
-        tensor: What the results are like.
+        tensor: The tensor that the results are wrapped like.
         dtype: Dtype of the rows.
-        device: Where they lie.
+        device: Device of the rows.
     """
     spec, empty = tensor._spec, torch.empty(0, dtype=dtype, device=device)
     if tensor.dtype != dtype:

@@ -1,10 +1,10 @@
 """Layouts of uneven DTensors: a shard's range of elements, and the regions that cover it.
 
 An :class:`UnevenLayout` describes an uneven DTensor without its elements: a part of the global
-tensor (all of it, or what a rank of a model axis has), and how that part lies in an equally sharded
-sub-buffer. Every rank computes every rank's range from it, so checkpoints and full tensors
-need no exchange of metadata. Local arithmetic; what a :class:`Region` has on disk is a chunk of
-checkpoint/format.
+tensor (all of it, or the part of a rank of a model axis), and the place of that part in an equally
+sharded sub-buffer. From it every rank computes every rank's range, so checkpoints and full tensors
+need no exchange of metadata. All of this is local arithmetic. The elements of a :class:`Region` on
+disk are a chunk of checkpoint/format.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Region(NamedTuple):
         return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def moved(self, origin: Region, target: Region) -> Region:
-        """Return where this region is once ``origin`` lies at the place of ``target``."""
+        """Return this region moved as ``origin`` is moved to ``target``."""
         places = zip(self.offsets, origin.offsets, target.offsets, strict=True)
         return Region(tuple(own - old + new for own, old, new in places), self.sizes)
 
     def slices_in(self, outer: Region) -> tuple[slice, ...]:
-        """Return the index that selects this region in a tensor whose elements are ``outer``."""
+        """Return the index that selects this region in a tensor with the elements of ``outer``."""
         return tuple(
             slice(start - base, start - base + size)
             for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
@@ -65,7 +65,7 @@ def whole(shape: tuple[int, ...]) -> Region:
 def regions_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Region]:
     """Cover the flat range [start, stop) of a row-major tensor by disjoint regions, in order.
 
-    The elements of each region follow those of the one before in the range. At most
+    The elements of each region follow those of the previous region in the range. There are at most
     ``2 * len(shape) - 1`` regions; none for an empty range. Example: [3, 9) of a (4, 4) tensor is
     the end of row 0, the whole of row 1 and the start of row 2.
     """
@@ -78,7 +78,7 @@ def regions_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Regi
     row_numel = math.prod(shape[1:])
     first, head = divmod(start, row_numel)
     last, tail = divmod(stop, row_numel)
-    # The code below takes a partial first row to its end, which would be beyond ``stop`` here.
+    # The code below takes a partial first row to its end, which here would be beyond ``stop``.
     if first == last:
         return _within_row(shape, first, head, tail)
     regions = []
@@ -99,7 +99,7 @@ def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list
 
 
 def _in_whole(region: Region, part: ModelPart) -> list[Region]:
-    """Return the regions of the whole tensor that a region of a part is, in its order."""
+    """Return the regions of the whole tensor that make up a region of a part, in its order."""
     dim = part.dim
     assert dim is not None, "a part that is not whole is cut along a dimension"
     start, stop = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
@@ -118,17 +118,17 @@ def _in_whole(region: Region, part: ModelPart) -> list[Region]:
 class UnevenLayout:
     """How one tensor is spread over the shards of a sub-buffer.
 
-    A model axis, if there is one, has cut the tensor before: the sub-buffer has this rank's part.
+    A model axis, if there is one, has cut the tensor first: the sub-buffer has this rank's part.
 
     Attributes:
-        part: What the ranks of the sub-buffer have of the global tensor together.
+        part: The part of the global tensor that the ranks of the sub-buffer have together.
         row_numel: Elements in a row of the part; no row is cut.
         buffer_offset: First element of the part within the sub-buffer.
         shard_numel: Elements of one shard of the sub-buffer.
         num_shards: Number of shards.
         shard: This rank's shard.
-        num_model_axes: Axes behind the data axes of the DTensor's mesh. The last one cuts the
-            tensor into parts, or none does; all ranks of the others have the same.
+        num_model_axes: Number of axes after the data axes of the DTensor's mesh. The last one cuts
+            the tensor into parts, or none does; over the others it is replicated.
     """
 
     part: ModelPart
@@ -146,33 +146,33 @@ class UnevenLayout:
 
     @property
     def numel(self) -> int:
-        """Return the elements of the part."""
+        """Return the number of elements of the part."""
         return self.part.local_numel
 
     def element_range(self, shard: int | None = None) -> tuple[int, int]:
-        """Return a shard's range [start, stop) of the part (default: the own shard's)."""
+        """Return a shard's range [start, stop) of the part (default: this rank's shard)."""
         index, numel = self.shard if shard is None else shard, self.numel
-        # Clamped from both sides: a shard before or behind the part gets an empty range.
+        # Clamp on both sides: a shard before or after the part gets an empty range.
         start = min(max(index * self.shard_numel - self.buffer_offset, 0), numel)
         return start, min(max((index + 1) * self.shard_numel - self.buffer_offset, start), numel)
 
     def local_shape(self, shard: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a shard's local tensor: its rows, as the part has them."""
+        """Return the shape of a shard's local tensor, made of rows of the part."""
         start, stop = self.element_range(shard)
         trailing = self.part.local_shape[1:]
         # A stack (E, N, K) has rows of K elements: a cut between them may divide an (N, K) matrix.
         if math.prod(trailing) != self.row_numel:
             trailing = (self.row_numel,)
-        # A part without columns has rows without elements.
+        # The rows of a part without columns have no elements.
         return ((stop - start) // max(self.row_numel, 1), *trailing)
 
     def regions(self, shard: int | None = None) -> list[Region]:
-        """Return the regions of the *global* tensor that are a shard's; none for an empty shard.
+        """Return the regions of the *global* tensor in a shard; none for an empty shard.
 
-        Their elements follow one another in the local tensor.
+        Their elements follow each other in the local tensor.
         """
         regions = regions_of_range(self.part.local_shape, *self.element_range(shard))
-        # Saves ask for the regions of every tensor while training waits.
+        # A fast path: saves ask for the regions of every tensor while training waits.
         if self.part.is_whole:
             return regions
         return [moved for region in regions for moved in _in_whole(region, self.part)]
@@ -180,15 +180,15 @@ class UnevenLayout:
     def rows_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's rows of a whole tensor, in their local shape."""
         everything = whole(self.shape)
-        # By region, not by flat range: a tensor-parallel part is no contiguous range of the whole.
+        # Take regions: a tensor-parallel part is no contiguous flat range of the whole.
         pieces = [full[region.slices_in(everything)].reshape(-1) for region in self.regions()]
         return torch.cat([full.new_empty(0), *pieces]).view(self.local_shape())
 
     def row(self, index: int) -> tuple[int, UnevenLayout]:
-        """Return where row ``index`` starts in the local tensor, and how it lies over the shards.
+        """Return where row ``index`` starts in the local tensor, and its layout over the shards.
 
-        One shard has all of a matrix's row; the place is 0 on the others, which have none of it.
-        A model axis must not cut the rows.
+        A matrix's row lies in one shard; on ranks with other shards the place is 0. A model axis
+        must not cut the rows.
 
         Raises:
             IndexError: There is no such row.

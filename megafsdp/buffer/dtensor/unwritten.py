@@ -1,6 +1,6 @@
 """Tensors that have memory but no values yet: those that came on the meta device.
 
-The mark lies on the tensor, beside its count of writes: the first write ends it, whoever makes it.
+The mark is an attribute of the tensor with its count of writes: any first write ends it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ _ATTRIBUTE = "_megafsdp_unwritten"
 
 
 def mark_unwritten(tensor: torch.Tensor, *, is_meta: bool = False) -> None:
-    """Note that a tensor has no values from here to its next write; local.
+    """Note that a tensor has no values until its next write; local.
 
     Args:
-        tensor: Any tensor; a write to another tensor over its memory need not count.
-        is_meta: Whether ``to_empty()`` is still to come, until which users see a meta tensor.
+        tensor: Any tensor; a write to another tensor over its memory may not count.
+        is_meta: Whether users see a meta tensor until ``to_empty()`` or a write.
     """
     setattr(tensor, _ATTRIBUTE, (version_of(tensor), is_meta))
 
 
 def mark_written(tensor: torch.Tensor) -> None:
-    """Note that a tensor has values, though no write to it was counted; local."""
+    """Note that a tensor has values although no write to it was counted; local."""
     vars(tensor).pop(_ATTRIBUTE, None)
 
 
@@ -35,7 +35,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 def is_shown_as_meta(tensor: torch.Tensor) -> bool:
     """Return what a sharded parameter's ``is_meta`` says: no values, and no ``to_empty()`` yet."""
-    # Of the tensor's own class it would be this function.
+    # Ask torch.Tensor: is_meta of the tensor's own class would call this function again.
     if torch.Tensor.is_meta.__get__(tensor):  # type: ignore[attr-defined]
         return True
     return is_unwritten(tensor) and bool(getattr(tensor, _ATTRIBUTE)[1])
