@@ -1,8 +1,8 @@
 """A distributed flat buffer: storage, views of its tensors, and gathers.
 
-A :class:`DBuffer` joins a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. A *shard* is
-this rank's piece of every sub-buffer, *replicate* and *partial* are the whole. For two ranks and
-one sub-buffer of shards of 32::
+A :class:`DBuffer` is a :class:`~megafsdp.buffer.layout.FlatLayout` with memory. A *shard* buffer
+has this rank's piece of every sub-buffer; *replicate* and *partial* buffers have all of it. For two
+ranks and one sub-buffer of shards of 32::
 
     rank 0  SHARD [0, 32)       REPLICATE [0, 64)
     rank 1  SHARD [32, 64)      REPLICATE [0, 64)
@@ -28,13 +28,13 @@ class DBuffer:
 
     Args:
         layout: Offsets of the tensors.
-        residence: What part of the group the rank has.
+        residence: Which part of the group the rank has.
         shard: Index of this rank's shard.
         dtype: Element type.
-        device: Where the memory lies.
+        device: The device of the memory.
         ledger: Counts the bytes.
-        category: What they are counted as.
-        memory: Memory of the right length and dtype to lie in; None allocates it.
+        category: The category that they are counted in.
+        memory: Memory of the right length and dtype to use; None allocates it.
 
     The storage is allocated on construction; its content is undefined.
     """
@@ -69,8 +69,8 @@ class DBuffer:
         self.storage = FlatStorage(
             numel, dtype, device=device, ledger=ledger, category=category, memory=memory
         )
-        # Views stay valid over release() and allocate(), which resize one storage object, so they
-        # are made once. Every forward reads them, and a narrow() costs microseconds.
+        # Views are made once: every forward reads them, and a narrow() costs microseconds. They
+        # stay valid over release() and allocate(), which resize the same storage object.
         self._full_views: list[torch.Tensor] | None = None
         self._gaps: list[torch.Tensor] | None = None
         self._pieces: list[torch.Tensor] | None = None
@@ -81,10 +81,10 @@ class DBuffer:
         return self.storage.tensor
 
     def exchange(self, other: DBuffer) -> None:
-        """Exchange the memory of two buffers that are alike; views stay on the memory they had."""
+        """Swap the memory of two buffers of the same layout; views stay on the memory they had."""
         assert self.flat.shape == other.flat.shape, "the buffers are alike"
-        # The storage objects change places, so a view that a caller has stays on its memory. The
-        # caller points its parameters and states at their new rows.
+        # The storage objects are swapped, so views that callers hold stay on their memory. The
+        # caller then points its parameters and states at their new rows.
         self.storage, other.storage = other.storage, self.storage
         for buffer in (self, other):
             buffer._full_views = buffer._gaps = buffer._pieces = None
@@ -108,7 +108,7 @@ class DBuffer:
     def pieces(self) -> list[torch.Tensor]:
         """Return the 1-D view of each sub-buffer."""
         if self._pieces is None:
-            # In a shard the sub-buffers are adjacent: the other ranks' shards do not lie between.
+            # In a shard buffer the sub-buffers are adjacent, without other ranks' shards between.
             layout, is_shard = self.layout, self.residence is Residence.SHARD
             factor = 1 if is_shard else layout.num_shards
             self._pieces = [
@@ -120,7 +120,7 @@ class DBuffer:
         return self._pieces
 
     def parts(self, shard: int) -> list[torch.Tensor]:
-        """Return the 1-D view of a shard's part of each sub-buffer of this whole buffer."""
+        """Return, for each sub-buffer of this whole buffer, the 1-D view of one shard."""
         assert self.residence is not Residence.SHARD, "a shard has no parts"
         numels = [s.shard_numel for s in self.layout.sub_buffers]
         pairs = zip(self.pieces(), numels, strict=True)
@@ -137,7 +137,7 @@ class DBuffer:
 
     def zero_gaps(self) -> None:
         """Zero the elements that belong to no tensor."""
-        # Fresh memory may be NaN, and a fused step or a sum over ranks reads gaps as well.
+        # Fresh memory may contain NaN, and fused steps and sums over ranks read gaps as well.
         for gap in self.gaps:
             gap.zero_()
 
@@ -145,16 +145,16 @@ class DBuffer:
 def gather_buffers(
     full: Sequence[DBuffer], shards: Sequence[DBuffer], *, group: dist.ProcessGroup, label: str
 ) -> Pending:
-    """Fill buffers from every rank's shards of them, in one call; collective.
+    """Fill buffers from every rank's shards, in one call; collective.
 
     ``full`` are whole buffers and ``shards`` their shards. Or ``full`` are shards of an inner axis
-    and ``shards`` the pieces into which an outer axis divides them. A buffer that stands in both
-    lists is whole and already contains this rank's part.
+    and ``shards`` the pieces into which an outer axis divides them. A buffer in both lists is whole
+    and already contains this rank's part.
     """
     pairs = list(zip(full, shards, strict=True))
     inputs: list[torch.Tensor] = []
     for whole, own in pairs:
-        # In place: the input is this rank's part of the output, and the backend leaves it as it is.
+        # An in-place gather reads this rank's part of the output; the backend leaves it unchanged.
         assert own is whole or own.residence is Residence.SHARD, "a gather joins shards"
         inputs += own.parts(group.rank()) if own is whole else own.pieces()
     outputs = [piece for whole, _ in pairs for piece in whole.pieces()]

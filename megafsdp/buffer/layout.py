@@ -1,4 +1,4 @@
-"""Layouts: the places of a parameter group's tensors in its flat buffer. Pure arithmetic.
+"""Layouts: the places of a parameter group's tensors in its flat buffer; pure arithmetic.
 
 A group's tensors are packed into a few *sub-buffers*, each padded to ``num_shards`` equal shards
 whose boundaries never cut a row. Two ranks, rows of 3 and of 4 elements in one sub-buffer
@@ -7,8 +7,8 @@ whose boundaries never cut a row. Two ranks, rows of 3 and of 4 elements in one 
     shard 0 [ A0 A1 A2 A3 | B0 B1 B2 ]        A: (4, 3), 12 elements at offset 0
     shard 1 [ B3 B4 B5 .  .  .  .  . ]        B: (6, 4), 24 elements at offset 12
 
-This file says what a layout is and answers questions about it; :mod:`megafsdp.buffer.planner` makes
-one. It moves no data and calls no collective: every rank computes every rank's layout.
+This file defines layouts and answers questions about them; :mod:`megafsdp.buffer.planner` makes
+them. It moves no data and calls no collective: every rank computes every rank's layout.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _ROWS = Flat()
 def row_numel_of(shape: Sequence[int]) -> int:
     """Return the elements in a row of a parameter: the least that a cut keeps together.
 
-    Of a stack of matrices (E, N, K) it is a row of any of them, as if it were (E * N, K): with
-    whole matrices as rows, more ranks than matrices would pad more than the stack itself.
+    For a stack of matrices (E, N, K) it is a row of one matrix, as if the shape were (E * N, K).
+    With whole matrices as rows, more ranks than matrices would pad more than the stack itself.
     """
     return shape[-1] if len(shape) == 3 else math.prod(shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the planner reads of one tensor.
+    """The planner's description of one tensor.
 
     Attributes:
         name: FQN, for messages.
-        shape: Shape of the tensor; with several shards of at least one dimension and one element.
+        shape: Shape of the tensor; with several shards, at least one dimension and one element.
         placement: Which elements must stay together.
-        row_numel: Elements in a row; None means ``prod(shape[1:])``. Those of a parameter are
-            :func:`row_numel_of` its shape.
+        row_numel: Elements in a row; None means ``prod(shape[1:])``. For a parameter use
+            :func:`row_numel_of`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorSpec:
     def granule(self) -> int:
         """Return how many consecutive elements a cut must keep together."""
         rows = math.prod(self.shape[1:]) if self.row_numel is None else self.row_numel
-        # A tensor without elements has rows of 0 elements, and callers divide by the granule.
+        # At least 1: a tensor without elements has rows of 0, and callers divide by the granule.
         return max(self.placement.granule_numel(self.shape, rows), 1)
 
 
@@ -101,8 +101,8 @@ class FlatLayout:
 
     Attributes:
         num_shards: Number of equal shards of each sub-buffer.
-        sub_buffers: In order of their offsets.
-        slots: One a tensor, in the order the tensors were given.
+        sub_buffers: The sub-buffers, in order of their offsets.
+        slots: One slot per tensor, in the order in which the tensors were given.
     """
 
     num_shards: int
@@ -111,8 +111,8 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         """Assert the invariants: disjoint, inside, granules never cut."""
-        # A wrong layout would mix the rows of tensors on some ranks without an error. So every
-        # layout is checked, those made by merged() and packed() too.
+        # A wrong layout would silently mix the rows of tensors on some ranks. So every layout is
+        # checked, including those made by merged() and packed().
         ends = [0] * len(self.sub_buffers)
         tensors = [slot for slot in self.slots if slot.spec.numel]
         for slot in sorted(tensors, key=lambda s: (s.sub_buffer, s.offset)):
@@ -121,8 +121,8 @@ class FlatLayout:
             assert ends[slot.sub_buffer] <= start, f"{name} overlaps its neighbour"
             assert stop <= shard * self.num_shards, f"{name} leaves its sub-buffer"
             ends[slot.sub_buffer] = stop
-            # A tensor that crosses one boundary needs a row to end there. If it crosses several,
-            # each shard must also be a multiple of the row.
+            # If a tensor crosses a boundary, a row must end there. If it crosses several, the shard
+            # length must also be a multiple of the row.
             first_cut = (start // shard + 1) * shard
             if first_cut < stop:
                 granule = slot.spec.granule
@@ -145,22 +145,22 @@ class FlatLayout:
         return self.gathered_numel - sum(slot.spec.numel for slot in self.slots)
 
     def gathered_offset(self, index: int) -> int:
-        """Return where tensor ``index`` starts in the gathered flat buffer."""
+        """Return the offset of tensor ``index`` in the gathered flat buffer."""
         slot = self.slots[index]
         return self.sub_buffers[slot.sub_buffer].gathered_offset + slot.offset
 
     def owned_range(self, index: int, shard: int) -> tuple[int, int]:
         """Return the element range [start, stop) of tensor ``index`` that lies in ``shard``."""
         slot = self.slots[index]
-        # Clamped from both sides: a shard before or behind the tensor gets an empty range.
+        # Clamp on both sides: a shard before or after the tensor gets an empty range.
         numel, length = slot.spec.numel, self.sub_buffers[slot.sub_buffer].shard_numel
         start = min(max(shard * length - slot.offset, 0), numel)
         return start, min(max((shard + 1) * length - slot.offset, start), numel)
 
     def local_offset(self, index: int, shard: int) -> int:
-        """Return where the owned range of tensor ``index`` starts in the local buffer of ``shard``.
+        """Return the offset in ``shard``'s local buffer of its range of tensor ``index``.
 
-        The value is 0 where the shard owns nothing of the tensor.
+        The value is 0 if the shard owns nothing of the tensor.
         """
         start, stop = self.owned_range(index, shard)
         # An empty range may start beyond the local buffer, where no view can be made.
@@ -172,7 +172,7 @@ class FlatLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the ranges [start, stop) of the gathered flat buffer that belong to no tensor."""
-        # Slots stand in the order of the parameters, which is not that of their offsets.
+        # Slots are in the order of the parameters, not of their offsets.
         order = sorted(range(len(self.slots)), key=self.gathered_offset)
         return _complement(
             [(self.gathered_offset(i), self.slots[i].spec.numel) for i in order],
@@ -189,9 +189,9 @@ class FlatLayout:
         return _complement(sorted(owned), self.shard_numel)
 
     def merged(self, factor: int) -> FlatLayout:
-        """Return the layout in which every ``factor`` consecutive shards are one.
+        """Return the layout in which every ``factor`` consecutive shards become one.
 
-        The gathered buffer is the same; only the parts of it that ranks have are larger.
+        The gathered buffer is the same; only the shards are larger.
 
         Raises:
             ValueError: ``factor`` does not divide the number of shards.
@@ -207,7 +207,7 @@ class FlatLayout:
                     hint="Merge as many shards as one mesh axis has ranks",
                 )
             )
-        # Offsets in the gathered buffer stay, so a gather over one axis continues one over another.
+        # Offsets in the gathered buffer stay, so a gather over a second axis can follow the first.
         sub_buffers = tuple(
             SubBuffer(s.gathered_offset, s.local_offset * factor, s.shard_numel * factor)
             for s in self.sub_buffers
@@ -215,9 +215,9 @@ class FlatLayout:
         return FlatLayout(self.num_shards // factor, sub_buffers, self.slots)
 
     def packed(self, factor: int) -> FlatLayout:
-        """Return the layout of a buffer with one element for ``factor`` consecutive ones of this.
+        """Return the layout of a buffer with one element for every ``factor`` elements of this.
 
-        Every cut falls between the same rows. Rows are multiples of the factor.
+        Cuts stay between the same rows. Row lengths must be multiples of the factor.
         """
         if factor == 1:
             return self
@@ -239,12 +239,12 @@ class FlatLayout:
         return FlatLayout(self.num_shards, sub_buffers, tuple(slots))
 
     def fingerprint(self) -> str:
-        """Return a hash of the whole layout; equal on all ranks that agree."""
-        # repr() is equal on all machines; hash() of strings differs between processes.
+        """Return a digest of the whole layout; equal on all ranks that agree."""
+        # Digest the repr(), which is equal on all machines: hash() of strings is not.
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def describe(self) -> str:
-        """Return the layout as a readable table: a line a sub-buffer and a line a tensor."""
+        """Return the layout as a readable table, one line per sub-buffer and per tensor."""
         percent = 100 * self.padding_numel / max(self.gathered_numel - self.padding_numel, 1)
         lines = [
             f"{len(self.slots)} tensors, {self.num_shards} shards of {self.shard_numel} elements, "
@@ -261,7 +261,7 @@ class FlatLayout:
 
 
 def _complement(ranges: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return what (offset, length) ranges, sorted and disjoint, leave free of [0, numel)."""
+    """Return the ranges of [0, numel) outside sorted, disjoint (offset, length) ranges."""
     free, end = [], 0
     for offset, length in ranges:
         if offset > end:

@@ -1,10 +1,10 @@
-"""Planning of layouts: pack tensors into few sub-buffers with little padding.
+"""Plan layouts: pack tensors into few sub-buffers with little padding.
 
 Tensors of one row size form a *class*. One sub-buffer for all classes needs shards that are
-multiples of the least common multiple of the row sizes, which at many ranks pads a lot; a
+multiples of the least common multiple of the row sizes, which pads a lot with many ranks; a
 sub-buffer for each class pads little but takes more collectives. One-dimensional tensors may be cut
-anywhere and fill slack. :func:`plan_layout` gives the rule of choice. Pure arithmetic and
-deterministic: every rank plans by itself and must come to the same layout.
+anywhere and fill slack. :func:`plan_layout` states the rule of choice. Planning is deterministic
+arithmetic: every rank plans by itself and must arrive at the same layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megafsdp.mesh.placement import TensorAtomic
 
 _RELATIVE_BOUND = 0.005
 _RELATIVE_AIM = 0.001
-# In elements; so little padding costs less than another collective.
+# In elements: padding up to this costs less than another collective.
 _SLACK_NUMEL = 8192
 _LEAST_FACTOR = 1.25
-# In bytes; plan_layout() takes the coarsest that pads little.
+# In bytes; plan_layout() takes the coarsest alignment that pads little.
 _ALIGNMENTS = (256, 128, 64, 32, 16)
-# Shard lengths that tightened() tries at most; bounds the time of planning.
+# The most shard lengths that tightened() tries; bounds the time of planning.
 _MAX_TRIALS = 1024
 
 
@@ -38,26 +38,26 @@ def plan_layout(
 ) -> FlatLayout:
     """Pack tensors into the fewest sub-buffers whose padding is small.
 
-    Candidates are made by merging row classes one pair at a time, from one sub-buffer a class down
-    to one for all. Accepted is the candidate with the fewest sub-buffers whose padding is at most
-    the largest of 0.1 % of the elements, 8,192 elements, and 1.25 times the least of all
-    candidates, and never more than :func:`padding_bound`. Then shards are shortened as far as no
-    row is cut. Tensors start 256-byte aligned in the gathered buffer; where that pads more than
-    0.1 % and a finer alignment pads less, by the coarsest one down to 16 bytes that pads at most
-    0.1 % or least. Deterministic: equal input, equal layout.
+    Candidates are made by merging row classes pair by pair, from one sub-buffer per class down to
+    one for all. Their padding may be at most the largest of 0.1 % of the elements, 8,192 elements,
+    and 1.25 times the least padding of all candidates, and never more than :func:`padding_bound`.
+    Of these candidates the one with the fewest sub-buffers is taken. Then shards are shortened as
+    far as no row is cut. Tensors start 256-byte aligned in the gathered buffer. If that pads more
+    than 0.1 % and a finer alignment pads less, the coarsest alignment, down to 16 bytes, is taken
+    that pads at most 0.1 %, or else the least. Equal input gives an equal layout.
 
     Args:
         specs: The tensors; if there are several shards, each has at least one dimension and one
             element.
         num_shards: Number of equal shards.
-        itemsize: Bytes of an element of the gathered (compute weight) buffer, for the alignment;
-            0.5 for two codes a byte.
+        itemsize: Bytes per element of the gathered (compute weight) buffer, for the alignment;
+            0.5 for two codes per byte.
 
     Returns:
         The layout, its slots in the order of ``specs``.
 
     Raises:
-        ValueError: A tensor without dimension or element is to be cut, there is no tensor, or
+        ValueError: A tensor without dimensions or elements is to be cut, there is no tensor, or
             ``num_shards`` is not positive.
     """
     for spec in specs:
@@ -82,15 +82,16 @@ def plan_layout(
     return _plan(tuple(specs), num_shards, itemsize)
 
 
-# Units of one kind have equal specs, as names are relative to the unit: they share one layout.
+# Cached: units of one kind share a layout. Their specs are equal, since names are relative to the
+# unit.
 @functools.lru_cache(maxsize=64)
 def _plan(specs: tuple[TensorSpec, ...], num_shards: int, itemsize: float) -> FlatLayout:
     numel = sum(spec.numel for spec in specs)
-    # Alignment is that of the gathered buffer, because kernels and matrix products read its views.
+    # Align in the gathered buffer, because kernels and matrix products read its views.
     steps = [max(int(nbytes / itemsize), 1) for nbytes in _ALIGNMENTS]
     tried = {step: _Packer(specs, num_shards, step).candidates() for step in dict.fromkeys(steps)}
-    # Even the best candidate may pad more than the aim, because shards are equal and of whole rows.
-    # Then 1.25 times its padding is accepted, if that saves collectives.
+    # Shards are equal and of whole rows, so even the best candidate may pad more than the aim. Then
+    # up to 1.25 times its padding is accepted, if that saves collectives.
     totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]
     accepted = max(_RELATIVE_AIM * numel, _SLACK_NUMEL, _LEAST_FACTOR * min(totals))
     bound = padding_bound(specs, num_shards, itemsize=itemsize)
@@ -115,10 +116,10 @@ def _plan(specs: tuple[TensorSpec, ...], num_shards: int, itemsize: float) -> Fl
 def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: float = 4) -> float:
     """Return the padding, in elements, that a planned layout never exceeds.
 
-    The larger of 0.5 % of the elements and what equal row-aligned shards cost at least: for each
-    row class less than ``num_shards * lcm(granule, 32)``, and for each tensor less than one
-    alignment step. For tensor-atomic tensors ``num_shards`` times their elements are added, because
-    one shard may contain them all.
+    It is the larger of 0.5 % of the elements and the cost of equal row-aligned shards: for each row
+    class less than ``num_shards * lcm(granule, 32)``, and for each tensor less than one alignment
+    step. For tensor-atomic tensors ``num_shards`` times their elements are added, because one shard
+    may contain them all.
     """
     fine = max(int(16 / itemsize), 1)
     numel = sum(spec.numel for spec in specs)
@@ -132,7 +133,7 @@ def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: flo
 
 
 class _Bin:
-    """A sub-buffer while it is being packed: tensors, their offsets, free ranges, shard length."""
+    """A sub-buffer that is being packed: tensors, their offsets, free ranges, shard length."""
 
     def __init__(self, granules: Sequence[int], num_shards: int, alignment: int) -> None:
         # The next sub-buffer starts after all shards of this one, and must be aligned too.
@@ -145,9 +146,9 @@ class _Bin:
         self.shard = 0
 
     def append(self, index: int, spec: TensorSpec) -> None:
-        """Place a tensor behind all others."""
-        # Shards are multiples of every granule here, so a tensor whose offset is a multiple of its
-        # own granule has no cut row.
+        """Place a tensor after all others."""
+        # Shards are multiples of every granule here, so no row of a tensor is cut if its offset is
+        # a multiple of its own granule.
         offset = _round_up(self.end, math.lcm(spec.granule, self.alignment))
         if offset > self.end:
             self.free.append((self.end, offset))
@@ -160,8 +161,8 @@ class _Bin:
         return _round_up(-(-end // self.num_shards), self.multiple)
 
     def fill(self, index: int, spec: TensorSpec) -> bool:
-        """Place a tensor that may be cut anywhere into slack, if there is enough."""
-        # The free end is tried last, so that it stays one range, in which long tensors fit.
+        """Place a tensor that may be cut anywhere into slack; return whether there was enough."""
+        # Try the free end last, so that it stays one range, in which long tensors fit.
         ranges = [*self.free, (self.end, self.num_shards * self.shard)]
         for k, (start, stop) in enumerate(ranges):
             offset = _round_up(start, self.alignment)
@@ -179,8 +180,8 @@ class _Bin:
     def tightened(self, specs: Sequence[TensorSpec]) -> _Bin:
         """Return the sub-buffer with the shortest shards found that cut no row.
 
-        A tensor over one boundary needs a row to end there, however long a shard is: only the rows
-        of tensors over several boundaries must divide a shard.
+        For a tensor over one boundary a row must end there, whatever the length of a shard; only
+        the rows of tensors over several boundaries must divide a shard.
         """
         if any(isinstance(specs[i].placement, TensorAtomic) for i in self.placed):
             return self
@@ -199,7 +200,7 @@ class _Bin:
 
     def takes(self, order: Sequence[int], specs: Sequence[TensorSpec]) -> bool:
         """Place tensors in shards of this length; return whether they fit without a cut row."""
-        # Matrices first, in their order, because vectors may be cut anywhere and fill the slack.
+        # Place matrices first, in their order: vectors may be cut anywhere and fill the slack.
         for i in (i for i in order if specs[i].granule > 1):
             offset = self._first_uncut(specs[i])
             if offset is None:
@@ -212,7 +213,7 @@ class _Bin:
         return all(self.fill(i, specs[i]) for i in vectors)
 
     def _first_uncut(self, spec: TensorSpec) -> int | None:
-        """Return the first aligned offset behind all others at which no row of a tensor is cut."""
+        """Return the first aligned offset after all others at which no row of a tensor is cut."""
         granule, shard = spec.granule, self.shard
         offset = _round_up(self.end, self.alignment)
         while offset + spec.numel <= self.num_shards * shard:
@@ -228,14 +229,14 @@ class _Bin:
             if rest:
                 offset = _round_up(cut, self.alignment)
                 continue
-            # Solved by a modular inverse, not searched: a long row would take thousands of steps.
+            # Solve by a modular inverse: a search would take thousands of steps for a long row.
             period = granule // divisor
             steps = steps * pow(self.alignment // divisor, -1, period) % period
             offset = min(offset + steps * self.alignment, _round_up(cut, self.alignment))
         return None
 
     def growth(self, spec: TensorSpec) -> int:
-        """Return by how many elements the sub-buffer grows when a tensor is appended."""
+        """Return the number of elements by which appending a tensor grows the sub-buffer."""
         end = _round_up(self.end, math.lcm(spec.granule, self.alignment)) + spec.numel
         return self.num_shards * (self.shard_for(end) - self.shard)
 
@@ -262,7 +263,7 @@ class _Packed:
 
 
 class _Packer:
-    """The tensors of a group by class, and how a partition of the classes is packed."""
+    """Packs the tensors of a group, by partitions of their row classes."""
 
     def __init__(self, specs: Sequence[TensorSpec], num_shards: int, alignment: int) -> None:
         self.specs, self.num_shards, self.alignment = specs, num_shards, alignment
@@ -276,16 +277,16 @@ class _Packer:
                 self.fillers.append(i)
             else:
                 self.classes.setdefault(spec.granule, []).append(i)
-        # The longest first, while there is slack for them. Ties go by index, alike on all ranks.
+        # Longest first, while there is slack for them. The index breaks ties, alike on all ranks.
         self.fillers.sort(key=lambda i: (-specs[i].numel, i))
 
     def candidates(self) -> list[_Packed]:
-        """Pack each partition that pairwise merging visits, with 1-D tensors filled in or apart."""
+        """Pack each partition that pairwise merging visits; 1-D tensors fill slack or lie apart."""
         partition: list[tuple[int, ...]] = [(granule,) for granule in sorted(self.classes)]
         found = []
         while True:
-            # Vectors in a sub-buffer of their own may shorten the matrices' shards; vectors in the
-            # slack of others save that sub-buffer. Neither is always better.
+            # Vectors in their own sub-buffer may shorten the matrices' shards; vectors in the slack
+            # of others save that sub-buffer. Neither is always better.
             found += [self.complete(partition, is_filled=is_filled) for is_filled in (True, False)]
             if len(partition) < 2:
                 return found
@@ -294,14 +295,14 @@ class _Packer:
     def pack(self, granules: Sequence[int]) -> _Bin:
         """Pack some classes into one sub-buffer, the longest rows first."""
         packed = _Bin(granules, self.num_shards, self.alignment)
-        # Where row sizes divide one another, this order leaves no gap but for the alignment.
+        # If row sizes divide one another, this order leaves only gaps for the alignment.
         for granule in sorted(granules, reverse=True):
             for i in self.classes[granule]:
                 packed.append(i, self.specs[i])
         return packed
 
     def complete(self, partition: list[tuple[int, ...]], *, is_filled: bool) -> _Packed:
-        """Pack a partition and add what is in no class: 1-D and atomic tensors."""
+        """Pack a partition, and add the tensors that are in no class: 1-D and atomic ones."""
         bins = [self.pack(granules) for granules in partition]
         if not is_filled or not bins:
             bins.append(_Bin((1,), self.num_shards, self.alignment))
@@ -320,7 +321,7 @@ def _merge_cheapest(
     partition: list[tuple[int, ...]], shard_of: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[int, ...]]:
     """Merge the two sub-buffers whose union grows the shard least."""
-    # Packs every pair anew: cheap, because a model has few row classes.
+    # Pack every pair anew, which is cheap: a model has few row classes.
     alone = [shard_of(granules) for granules in partition]
     pairs = [(a, b) for a in range(len(partition)) for b in range(a + 1, len(partition))]
     a, b = min(
@@ -333,7 +334,7 @@ def _merge_cheapest(
 def _pack_atomic(
     specs: Sequence[TensorSpec], indices: Sequence[int], num_shards: int, alignment: int
 ) -> _Bin:
-    """Give whole tensors to shards, largest first to the least loaded (longest processing time)."""
+    """Give whole tensors to shards: the largest first, each to the least loaded shard (LPT)."""
     packed = _Bin((1,), num_shards, alignment)
     loads = [(0, shard) for shard in range(num_shards)]
     owners: dict[int, tuple[int, int]] = {}
