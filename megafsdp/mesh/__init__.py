@@ -1,7 +1,7 @@
 """Meshes, placements, and what layers declare about their parameters.
 
-The names of mesh axes are spelt here and nowhere else, as are the private names of
-torch.distributed (torch_private.py).
+Only this folder spells the names of mesh axes and the private names of torch.distributed
+(torch_private.py).
 
 Read first: parallel_dims.py.
 """

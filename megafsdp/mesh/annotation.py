@@ -1,11 +1,11 @@
-"""Annotations: what a layer declares about its parameter, beside its values.
+"""Annotations: what a layer declares about its parameters.
 
-A layer writes facts that no other room can find out: which dimension tensor parallelism cuts,
+A layer declares facts that no other package can find out: which dimension tensor parallelism cuts,
 whether the parameter is an expert's and which one's, which logical tensors are fused in it, and
 whether it is the matrix of a linear map.
-``megafsdp.fsdp`` carries the annotation from the original parameter to its sharded one, and
-``megafsdp.checkpoint`` reads it, so neither matches parameters by name. These are declarations
-only; nothing here moves data.
+``megafsdp.fsdp`` copies the annotation from the original parameter to the sharded one, and
+``megafsdp.checkpoint`` reads it, so neither matches parameters by name. These are only
+declarations; nothing here moves data.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _ATTRIBUTE = "_megafsdp_annotation"
 class ExpertRange:
     """Which experts of a layer this rank has.
 
-    Example: of 8 experts on 4 expert-parallel ranks, rank 1 has ``ExpertRange(2, 2, 8)``. A stack
-    of shape (2, N, K) there is rows 2 and 3 of the layer's (8, N, K). A parameter
-    ``experts.0.linear_fc1.weight`` is the layer's ``experts.2.linear_fc1.weight``, which
-    ``name_component=-3`` says.
+    Example: with 8 experts on 4 expert-parallel ranks, rank 1 has ``ExpertRange(2, 2, 8)``. Its
+    stack of shape (2, N, K) is rows 2 and 3 of the layer's (8, N, K). If each expert has its own
+    parameters, its ``experts.0.linear_fc1.weight`` is the layer's ``experts.2.linear_fc1.weight``;
+    ``name_component=-3`` says where the index stands.
 
     Attributes:
         first: Index in the layer of this rank's first expert.
         count: Number of experts on this rank.
         total: Number of experts in the layer.
-        name_component: Position from the end of the component of the parameter's name that is
-            the index on this rank; None for a stack of experts along dim 0.
+        name_component: Which component of the parameter's name, counted from the end, is the index
+            on this rank; None for a stack of experts along dim 0.
         ranks: Global ranks that have the same experts, for a parameter that is not sharded; None
-            means this rank alone, or all ranks where it has all experts. A sharded parameter's mesh
-            says it.
+            means this rank alone, or all ranks if it has all experts. For a sharded parameter its
+            mesh says it.
     """
 
     first: int
@@ -48,10 +48,10 @@ class ExpertRange:
     ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the declaration against itself.
+        """Check that the declaration is consistent.
 
         Raises:
-            ValueError: The range does not lie in the layer, or the position is not from the end.
+            ValueError: The range exceeds the layer, or the position is not counted from the end.
         """
         is_inside = self.first >= 0 and self.count > 0 and self.first + self.count <= self.total
         if not is_inside or (self.name_component is not None and self.name_component >= 0):
@@ -75,11 +75,11 @@ class ParameterAnnotation:
         is_expert: True if the parameter belongs to one of several experts.
         fused: Logical tensors inside the parameter; None means it is one logical tensor.
         experts: Which experts of the layer it has; None means that all ranks have the same.
-        sums_over_tp: True if each rank of tp computes an addend of the gradient only, as of a norm
+        sums_over_tp: True if each rank of tp computes only an addend of the gradient, as for a norm
             whose ranks have different parts of the sequence.
         weight_mesh: Ranks over which a quantization recipe's maxima of the parameter are
-            combined; None means those that divide it, on data axes and a model axis.
-        is_linear_weight: True if the layer uses it in products of matrices alone, as
+            combined; None means the ranks that divide it, on data axes and a model axis.
+        is_linear_weight: True if the layer uses it only in matrix products, as
             ``F.linear(x, weight)`` or grouped by expert, so that a recipe may quantize it.
     """
 
@@ -113,10 +113,10 @@ def annotate(
         experts: Which experts of the layer it has; implies ``is_expert``.
         sums_over_tp: True if the gradient is a sum over the ranks of tp.
         weight_mesh: Ranks over which a recipe's maxima are combined.
-        is_linear_weight: True if it is used in products of matrices alone.
+        is_linear_weight: True if it is used only in matrix products.
 
     Raises:
-        ValueError: The parts do not add up to the parameter's extent along their dimension.
+        ValueError: The parts do not add up to the parameter's size along their dimension.
     """
     if fused is not None and (
         fused.dim >= parameter.ndim or parameter.shape[fused.dim] != fused.extent
@@ -137,7 +137,7 @@ def annotate(
 
 
 def copy_annotation(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Write a parameter's annotation, if it has one, on the tensor that takes its place."""
+    """Copy a parameter's annotation, if it has one, to the tensor that replaces it."""
     if hasattr(source, _ATTRIBUTE):
         setattr(target, _ATTRIBUTE, annotation_of(source))
 

@@ -1,8 +1,8 @@
 """Meshes and placements of DTensors that data axes and a model axis cut.
 
-Data axes cut a part's rows, and their cuts do not follow torch.chunk; a model axis (tp, or ep for
-stacks of experts) gives each rank a part (model_part.py). Placements are labels for torch and its
-users: the true cuts are in the DTensor's layout (buffer/dtensor/uneven_layout.py).
+A model axis (tp, or ep for stacks of experts) gives each rank a part (model_part.py). Data axes cut
+the part's rows, not as torch.chunk does. Placements are only labels for torch and its users: the
+true cuts are in the DTensor's layout (buffer/dtensor/uneven_layout.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megafsdp.mesh.torch_private import StridedShard, concatenate_meshes
 def cut_dim(placement: Placement) -> int | None:
     """Return the tensor dimension that a placement cuts; None if it cuts none.
 
-    ``placement.is_shard()`` is False of a strided shard on some versions of torch.
+    ``placement.is_shard()`` is False for a strided shard in some versions of torch.
     """
     return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
@@ -40,23 +40,23 @@ def main_weight_placements(
 ) -> tuple[Placement, ...]:
     """Return the placements of a main weight on its data axes, then its model axes.
 
-    They are those of FSDP2 where FSDP2 has any. Examples, for axes (dp_shard, tp) with tp 2::
+    They are the same as in FSDP2, if FSDP2 supports the case. Examples for (dp_shard, tp), tp 2::
 
         tp cuts dim 0     _StridedShard(0, split_factor=2), Shard(0)
         tp cuts dim 1     Shard(0), Shard(1)
         tp cuts nothing   Shard(0), Replicate()
 
     Args:
-        num_data_axes: Data axes of the mesh.
+        num_data_axes: Number of data axes of the mesh.
         num_shard_axes: How many of them cut the rows, counted from the last; the tensor is
             replicated over the others.
-        part: What this rank has of the tensor along the last model axis.
-        num_model_axes: Model axes, behind the data axes.
+        part: This rank's part of the tensor along the last model axis.
+        num_model_axes: Number of model axes, which come after the data axes.
     """
-    # Shard(0) stands for uneven rows too: a placement of our own would enter torch's caches.
+    # Shard(0) also labels uneven rows: a placement of our own would enter torch's caches.
     rows: list[Placement] = [Shard(0)] * num_shard_axes
     if rows and num_model_axes and part.dim == 0:
-        # "Strided" says that the model axis has cut the rows before this one.
+        # "Strided" says that the model axis has cut the rows before this data axis.
         rows[-1] = StridedShard(0, split_factor=part.num_ranks)
     model: list[Placement] = [Replicate()] * num_model_axes
     if num_model_axes and part.dim is not None:
@@ -65,12 +65,12 @@ def main_weight_placements(
 
 
 def joined_mesh(data: DeviceMesh, model: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the data axes, then the model axes; local, over groups that exist.
+    """Return the mesh of the data axes, then the model axes; local, over existing groups.
 
-    Ranks that differ on another axis of the job have meshes of their own.
+    Ranks that differ on another axis of the job have their own meshes.
 
     Raises:
-        ValueError: The meshes share more than this rank, or their ranks do not make a grid.
+        ValueError: The meshes share more than this rank, or their ranks do not form a grid.
     """
     data_ranks, model_ranks = data.mesh.flatten(), model.mesh.flatten()
     own = dist.get_rank()
@@ -80,7 +80,7 @@ def joined_mesh(data: DeviceMesh, model: DeviceMesh) -> DeviceMesh:
     joined = concatenate_meshes([data, model])
     if joined is not None:
         return joined
-    # A step along a model axis is one number of ranks everywhere: the meshes are slices of grids.
+    # A step along a model axis adds the same to the rank everywhere: meshes are slices of grids.
     ranks = data_ranks[:, None] + model_ranks[None, :] - own
     is_grid = ranks.unique().numel() == ranks.numel()
     if not is_grid or ranks.min() < 0 or ranks.max() >= dist.get_world_size():
@@ -109,10 +109,10 @@ def _not_orthogonal(data: DeviceMesh, model: DeviceMesh, got: str) -> ValueError
 
 
 def group_of_axes(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
-    """Return the ranks that differ from this one on some axes of a mesh alone.
+    """Return the group of ranks that differ from this one only on some axes of a mesh.
 
-    They are numbered along the last axis first. Collective over all ranks of the job on first use
-    with several axes.
+    They are numbered along the last axis first. With several axes the first use is collective over
+    all ranks of the job.
     """
     if len(axes) == 1:
         return mesh.get_group(axes[0])
@@ -120,5 +120,5 @@ def group_of_axes(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
         return flat_group(mesh)
     assert mesh.mesh_dim_names is not None, "a mesh of data axes and model axes has names"
     names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
-    # torch refuses a slice of axes whose strides do not descend, as of a tp axis outside of data.
+    # torch refuses a slice of axes whose strides do not descend, such as a tp axis outside data.
     return flat_group(concatenate_meshes([mesh[name] for name in names]) or mesh[names])

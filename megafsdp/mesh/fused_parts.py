@@ -1,6 +1,6 @@
 """The logical tensors inside a fused parameter: their order, sizes and names on disk.
 
-Declarations only: ``megafsdp.checkpoint`` and the optimizers cut by them.
+These are only declarations: ``megafsdp.checkpoint`` and the optimizers cut tensors by them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class FusedParts:
     ``FusedParts(("query", "key", "value"), (hpg * hd, hd, hd), num_groups=2)``.
 
     Attributes:
-        names: One name a part.
-        sizes: Extent of each part along ``dim``, within one group.
+        names: The names of the parts.
+        sizes: Size of each part along ``dim``, within one group.
         dim: The dimension along which the parts lie.
         num_groups: How often the sequence of parts repeats along ``dim``.
-        stored_as: What checkpoints call each part, in place of the last two components of the
-            parameter's name: a template of ``{module}`` and ``{parameter}``, such as
+        stored_as: The name of each part in checkpoints, which replaces the last two components of
+            the parameter's name: a template of ``{module}`` and ``{parameter}``, such as
             ``"{module}.{parameter}_w"``. None means that checkpoints store the parameter whole.
     """
 
@@ -36,7 +36,7 @@ class FusedParts:
     stored_as: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the declaration against itself.
+        """Check that the declaration is consistent.
 
         Raises:
             ValueError: Names and sizes differ in number, a size is not positive, a name repeats, or
@@ -78,14 +78,14 @@ class FusedParts:
 
 def gate_and_up(width: int, *, dim: int = 0) -> FusedParts:
     """Declare the first matrix of a gated MLP: [gate; up], each of ``width`` rows along ``dim``."""
-    # The suffixes are those of NVIDIA's checkpoints.
+    # The suffixes are the same as in NVIDIA's checkpoints.
     stored_as = ("{module}.{parameter}_w", "{module}.{parameter}_v")
     return FusedParts(("gate", "up"), (width, width), dim, stored_as=stored_as)
 
 
 def _name_each_part(templates: tuple[str, ...], num_parts: int) -> bool:
-    """Return whether templates are distinct, as many as the parts, and of known fields."""
-    # A part stored under the whole parameter's name would be loaded in place of the parameter.
+    """Return whether templates are distinct, one for each part, and use only known fields."""
+    # A part stored under the whole parameter's name would be loaded instead of the parameter.
     if len({*templates, "{module}.{parameter}"}) != num_parts + 1 or len(templates) != num_parts:
         return False
     try:

@@ -1,9 +1,9 @@
-"""What one rank of a model axis has of a tensor, in coordinates of the whole tensor.
+"""The part of a tensor on one rank of a model axis, in coordinates of the whole tensor.
 
 Tensor parallelism gives a rank some columns or rows of a weight, expert parallelism some matrices
-of a stack. Everything that leaves a rank (checkpoints, full tensors, norms) goes by the whole
-tensor, whose coordinates do not depend on the degree. Arithmetic only: how a part's rows lie over
-data-parallel shards is described in buffer/dtensor/uneven_layout.py, which meshes a part is on in
+of a stack. Everything that leaves a rank (checkpoints, full tensors, norms) uses coordinates of the
+whole tensor, which do not depend on the degree. This file is only arithmetic. How a part's rows lie
+over data-parallel shards is in buffer/dtensor/uneven_layout.py, which meshes a part is on in
 dtensor.py.
 """
 
@@ -21,10 +21,10 @@ from megafsdp.mesh.fused_parts import FusedParts
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What one rank of a model axis has of a tensor.
+    """The part of a tensor on one rank of a model axis.
 
-    Make it with :func:`part_of`. Example: [gate; up] of 2 x 6 rows on 2 tp ranks, each tensor cut
-    by itself; ``part_of((12, 4), 0, 2, rank, FusedParts(("gate", "up"), (6, 6)))``::
+    Make it with :func:`part_of`. Example: [gate; up] of 2 x 6 rows on 2 tp ranks, each of the two
+    cut separately; ``part_of((12, 4), 0, 2, rank, FusedParts(("gate", "up"), (6, 6)))``::
 
         rows of the whole     0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
                               gate  | gate  | up    | up
@@ -33,12 +33,12 @@ class ModelPart:
         rank 1: pieces ((3, 3), (9, 3)), local shape (6, 4)
 
     Attributes:
-        shape: Of the whole tensor.
-        dim: Dimension that the axis cuts; None: every rank of the axis has all of the tensor.
+        shape: Shape of the whole tensor.
+        dim: Dimension that the axis cuts; None if every rank of the axis has the whole tensor.
         num_ranks: Size of the model axis.
         rank: This rank's coordinate on it.
-        fused_sizes: Extents along ``dim`` that are cut each by itself, as ``torch.chunk`` cuts:
-            one of a single tensor, one for each fused tensor else; empty if nothing is cut.
+        fused_sizes: Sizes along ``dim`` that are cut separately, as ``torch.chunk`` cuts: one for a
+            single tensor, otherwise one for each fused tensor; empty if nothing is cut.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class ModelPart:
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Return (first index, length) along ``dim`` of what the rank has, in local order."""
+        """Return (first index, length) along ``dim`` of each piece of the rank, in local order."""
         if self.dim is None:
             return ()
         if self.num_ranks == 1:
@@ -68,7 +68,7 @@ class ModelPart:
         found, base = [], 0
         for size in self.fused_sizes:
             chunk = -(-size // self.num_ranks)
-            # Where the ranks do not divide the extent, the last ranks have less or nothing.
+            # If the ranks do not divide the size, the last ranks have less or nothing.
             first = min(self.rank * chunk, size)
             if length := min(chunk, size - first):
                 found.append((base + first, length))
@@ -77,7 +77,7 @@ class ModelPart:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of what the rank has."""
+        """Return the shape of the rank's part."""
         if self.dim is None:
             return self.shape
         extent = sum(length for _, length in self.pieces)
@@ -89,11 +89,11 @@ class ModelPart:
         return math.prod(self.local_shape)
 
     def of_rank(self, rank: int) -> ModelPart:
-        """Return what another rank of the axis has."""
+        """Return the part of another rank of the axis."""
         return replace(self, rank=rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return what the rank has of a whole tensor; a view where it is one piece."""
+        """Return the rank's part of a whole tensor; a view if it is one piece."""
         if self.dim is None:
             return whole
         views = [whole.narrow(self.dim, *piece) for piece in self.pieces]
@@ -102,9 +102,9 @@ class ModelPart:
         return torch.cat(views, self.dim) if views else whole.narrow(self.dim, 0, 0)
 
     def join(self, locals_by_rank: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor from what every rank of the axis has, in their order.
+        """Return the whole tensor, joined from the parts of all ranks in their order.
 
-        The one tensor itself if the rank has all; otherwise it allocates.
+        If the rank has the whole tensor, this is the given tensor itself; otherwise it allocates.
         """
         if self.dim is None or self.num_ranks == 1:
             return locals_by_rank[self.rank]
@@ -124,20 +124,20 @@ def part_of(
     rank: int,
     fused: FusedParts | None = None,
 ) -> ModelPart:
-    """Return what a rank of a model axis has of a tensor.
+    """Return the part of a tensor on one rank of a model axis.
 
     Args:
-        shape: Of the whole tensor.
-        dim: Dimension that the axis cuts; None if every rank of the axis has all of it.
+        shape: Shape of the whole tensor.
+        dim: Dimension that the axis cuts; None if every rank of the axis has the whole tensor.
         num_ranks: Size of the axis.
-        rank: Coordinate on it.
-        fused: Logical tensors in the tensor. Along ``dim``, those of one group are cut each by
-            itself; of several groups each rank gets as many whole groups. Parts along another
-            dimension change nothing.
+        rank: Coordinate on the axis.
+        fused: Logical tensors in the tensor. If they lie along ``dim`` in one group, each of them
+            is cut separately; if in several groups, each rank gets the same number of whole groups.
+            Parts along another dimension change nothing.
 
     Raises:
         ValueError: The ranks do not divide the groups.
-        NotImplementedError: Fused tensors are cut each by itself along another dimension than 0.
+        NotImplementedError: Fused tensors are cut separately along another dimension than 0.
     """
     if dim is None:
         return ModelPart(shape, None, num_ranks, rank, ())
@@ -154,10 +154,10 @@ def part_of(
                     hint="Choose a tensor-parallel degree that divides the query groups",
                 )
             )
-        # The chunks of an extent that the ranks divide end between two groups.
+        # The ranks divide the groups, so chunks of the whole dimension end between two groups.
         return ModelPart(shape, dim, num_ranks, rank, (shape[dim],))
     if dim != 0:
-        # A row would be of several pieces, and no range of rows one region of the whole.
+        # A row would have several pieces, so that no range of rows is one region of the whole.
         raise NotImplementedError(
             expected(
                 "fused parts along dim 0",

@@ -1,11 +1,11 @@
 """Degrees of parallelism and the device meshes they make.
 
-This file is the only one that spells mesh axes: ``dp_outer`` (replicas of a sharded group, the slow
-network), ``dp_shard`` (ranks that divide parameters), ``cp`` (context), ``tp`` (tensor), ``ep``
-(expert) and ``edp`` (ranks that divide the same experts).
+Only this file spells mesh axes: ``dp_outer`` (replicas of a sharded group, the slow network),
+``dp_shard`` (ranks that divide parameters), ``cp`` (context), ``tp`` (tensor), ``ep`` (expert) and
+``edp`` (ranks that divide the same experts).
 
-Ranks count with tp innermost, then cp. Expert parallelism has no ranks of its own: ``ep``
-neighbours share the experts out, so it borrows tp's ranks first, then cp's and dp_shard's. Eight
+Ranks are numbered with tp innermost, then cp. Expert parallelism has no ranks of its own: the
+experts are shared out among ``ep`` neighbours, first ranks of tp, then of cp and dp_shard. Eight
 ranks with dp_shard 4, tp 2 and ep 4::
 
     rank        0 1   2 3   4 5   6 7
@@ -41,15 +41,15 @@ class Meshes:
 
     Attributes:
         data: Ranks among which parameters, gradients and states are divided or replicated: 1-D
-            (dp_shard) or 2-D (dp_outer, dp_shard). Its dp_shard counts the ranks of cp too.
-        tp: The ranks that share a layer's tensors out; None for degree 1.
-        cp: The ranks that share a sequence out; None for degree 1.
-        experts: As ``data``, for the experts of one rank of ``ep``: 1-D (edp) or 2-D (dp_outer,
-            edp). Its edp counts the ranks of tp that ep leaves, for tensor parallelism cuts no
-            expert. None where it is ``data``: tp and ep are 1.
-        ep: The ranks that share a layer's experts out; None for degree 1.
-        data_rank: Which share of a global batch this rank reads; ranks that differ in cp or tp only
-            read the same.
+            (dp_shard) or 2-D (dp_outer, dp_shard). Its dp_shard includes the ranks of cp.
+        tp: The ranks that share out a layer's tensors; None for degree 1.
+        cp: The ranks that share out a sequence; None for degree 1.
+        experts: Like ``data``, for the experts of one rank of ``ep``: 1-D (edp) or 2-D (dp_outer,
+            edp). Its edp includes the ranks of tp that ep does not take, since tensor parallelism
+            cuts no expert. None if it equals ``data``, because tp and ep are 1.
+        ep: The ranks that share out a layer's experts; None for degree 1.
+        data_rank: Which share of a global batch this rank reads; ranks that differ only in cp or tp
+            read the same share.
         data_size: Number of shares of a global batch.
     """
 
@@ -68,8 +68,8 @@ class ParallelDims:
 
     Attributes:
         dp_outer: Replicas of the sharded group (HSDP, HFSDP).
-        dp_shard: Ranks that divide parameters, gradients and optimizer states; -1 takes what is
-            left.
+        dp_shard: Ranks that divide parameters, gradients and optimizer states; -1 takes all that
+            are left.
         cp: Context parallel degree.
         tp: Tensor parallel degree.
         ep: Expert parallel degree, a divisor of dp_shard x cp x tp.
@@ -82,7 +82,7 @@ class ParallelDims:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        """Check the degrees by themselves.
+        """Check each degree by itself.
 
         Raises:
             ValueError: A degree is neither positive nor, for ``dp_shard``, -1.
@@ -138,15 +138,15 @@ class ParallelDims:
 
     @property
     def data_size(self) -> int:
-        """Return the number of shares of a global batch, of resolved dims."""
+        """Return the number of shares of a global batch; the dims must be resolved."""
         assert self.dp_shard != _FILL, "resolve() comes first"
         return self.dp_outer * self.dp_shard
 
     def build(self, device_type: str) -> Meshes:
         """Make the meshes; collective over all ranks of the default process group.
 
-        A mesh of one axis over all ranks uses that group. With NCCL the groups made for the others
-        run their collectives on streams of high priority.
+        A mesh of one axis over all ranks uses that group. With NCCL the groups of other meshes run
+        their collectives on streams of high priority.
 
         Raises:
             ValueError: The degrees do not fit the world size, or differ between ranks.
@@ -157,7 +157,7 @@ class ParallelDims:
         data_axes, expert_axes = (*outer, DP_SHARD), (*outer, EDP)
         inner_size = dims.dp_shard * dims.cp
         tp = {} if dims.tp == 1 else {TP: dims.tp}
-        # One root of the data axes and tp: main weights of both are on all of it.
+        # Data axes and tp share one root mesh, on all of which main weights lie.
         dense = _root(device_type, outer | {DP_SHARD: inner_size} | tp)
         cp = experts = None
         if dims.cp > 1:
@@ -178,19 +178,20 @@ class ParallelDims:
 
 
 def _require_same(dims: ParallelDims) -> None:
-    """Check that all ranks make the same meshes, by the store in which they met.
+    """Check through the rendezvous store that all ranks make the same meshes.
 
-    Ranks that differ would make process groups in another order, and wait for each other.
+    Ranks with different dims would make process groups in different orders, and wait for each
+    other.
 
     Raises:
-        ValueError: They do not; on all ranks.
+        ValueError: The dims differ; on all ranks.
     """
     size = dist.get_world_size()
-    # The other ranks of a fake group do not exist.
+    # Nothing to check in a fake group: its other ranks do not exist.
     if size == 1 or dist.get_backend() == "fake":
         return
     base = dist.PrefixStore("megafsdp/dims", default_store())
-    # No rank enters a second time before all have entered the first time.
+    # Number the calls: no rank enters a second time before all have entered the first time.
     store = dist.PrefixStore(str((base.add("entered", 1) - 1) // size), base)
     own, first = repr(dims), store.compare_set("first", "", repr(dims)).decode()
     if own != first:
@@ -198,7 +199,7 @@ def _require_same(dims: ParallelDims) -> None:
     if store.add("arrived", 1) == size:
         has_other = store.check(["other"])
         store.set("answer", store.get("other").decode() if has_other else first)
-    # Waits for the last one.
+    # get() waits for the last rank.
     if (other := store.get("answer").decode()) != first:
         raise ValueError(
             expected(
@@ -214,7 +215,7 @@ def _root(device_type: str, degrees: dict[str, int]) -> DeviceMesh:
     """Make a mesh of all ranks with the given size of each axis, the last one innermost."""
     options: dict[int | str, Any] = {}
     if len(degrees) > 1:
-        # torch writes the name of a group into its options, so each axis has its own.
+        # torch writes a group's name into its options, so each axis needs its own options.
         for name in degrees:
             if made := new_group_options():
                 options[name] = (None, made["pg_options"])
@@ -229,7 +230,7 @@ def _root(device_type: str, degrees: dict[str, int]) -> DeviceMesh:
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of all ranks of a mesh, in row-major order.
 
-    Collective on first use with a mesh of several axes; torch makes one group for equal meshes.
+    Collective on first use with a mesh of several axes; for equal meshes torch makes one group.
     """
     return mesh.get_group() if mesh.ndim == 1 else flatten_mesh(mesh).get_group()
 

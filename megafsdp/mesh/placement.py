@@ -2,7 +2,7 @@
 
 A placement gives the granule of a tensor that a cut between two ranks must not divide. ``Flat`` is
 the default (whole rows); ``TensorAtomic`` keeps whole tensors together, for optimizers that need a
-matrix in one place.
+matrix on one rank.
 
 A :class:`Residence` says whether a rank has one shard of a buffer or all of it, and
 :data:`TRANSITIONS` names the collective that turns one residence into another.
@@ -37,13 +37,13 @@ Granularity = Flat | TensorAtomic
 
 
 class Residence(Enum):
-    """What part of a flat buffer a rank has."""
+    """Which part of a flat buffer a rank has."""
 
-    # 1/N of the elements, those of this rank's shard.
+    # 1/N of the elements: this rank's shard.
     SHARD = "shard"
     # All elements, equal on every rank.
     REPLICATE = "replicate"
-    # All elements, each an addend of a sum over ranks that is still to be made.
+    # All elements, each of them an addend of a sum over ranks that is still to be made.
     PARTIAL = "partial"
 
 

@@ -1,7 +1,7 @@
 """Private names of torch.distributed: DTensors, meshes, process groups, checkpoints.
 
-torch may change what stands here without notice, so no other file spells these names, but for
-megafsdp/buffer/dtensor/uneven.py, whose class is a DTensor; those of torch's core are in
+torch may change these names without notice, so no other file uses them, except
+megafsdp/buffer/dtensor/uneven.py, whose class is a DTensor. Private names of torch's core are in
 megafsdp/device/torch_private.py. Each function says what torch offers in public instead, and the
 versions in which the private name was seen.
 """
@@ -49,16 +49,16 @@ D = TypeVar("D", bound=DTensor)
 # Mixed into a module's class by replicate(); public: none. 2.11 to 2.14.
 ReplicatedModule = DDP
 
-# The placement of rows that a later mesh axis has cut before; public: none. 2.11 to 2.14.
+# The placement of rows that a later mesh axis has cut first; public: none. 2.11 to 2.14.
 StridedShard = _StridedShard
 
-# Where a chunk lies in the files of torch.distributed.checkpoint; pickled by this name in each
-# .metadata. Public: none. 2.11 to 2.14.
+# The place of a chunk in the files of torch.distributed.checkpoint; each .metadata pickles it by
+# this name. Public: none. 2.11 to 2.14.
 StorageInfo = filesystem._StorageInfo
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor object of a DTensor: its version counter, no autograd.
+    """Return a DTensor's local tensor object itself, with its version counter, outside autograd.
 
     Public: ``DTensor.to_local()`` makes a new view through autograd, several times as slow. 2.11 to
     2.14.
@@ -80,23 +80,23 @@ def make_dtensor(
 ) -> D:
     """Make a DTensor of a class over a local tensor, which may lie anywhere in its storage.
 
-    ``empty`` is a tensor without elements of the local one's dtype and device, if the caller has
-    one: to make it takes half as long as the rest.
+    ``empty`` is a tensor without elements with the dtype and device of ``local``, if the caller has
+    one: making it takes half as long as the rest.
 
     Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.14.
     """
-    # A wrapper without memory takes the offset over. Its data_ptr() is then not 0, and torch's
-    # staging would copy it as if it had memory.
+    # The wrapper, which has no memory, takes over the offset of this tensor. With an offset its
+    # data_ptr() would not be 0, and torch's staging would copy it as if it had memory.
     if empty is None:
         empty = local.new_empty(0) if local.storage_offset() else local
-    # DTensor.__init__ serves export alone, and would take longer than the rest of this function.
+    # DTensor.__init__ only serves export, and would take longer than the rest of this function.
     result = cast(D, cls.__new__(cls, empty, spec, requires_grad=False))
     result._local_tensor = local
     return result
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor, which stays the object that it is.
+    """Replace the local tensor of a DTensor, which stays the same object.
 
     Public: none. 2.11 to 2.14.
     """
@@ -108,7 +108,7 @@ def wrap_part(
 ) -> DTensor:
     """Return a DTensor of a shape whose part on this rank of a 1-D mesh is ``local``; aliases.
 
-    Public: ``DTensor.from_local()``, which takes a view, and not all subclasses have one. 2.11 to
+    Public: ``DTensor.from_local()``, which makes a view; not all subclasses support views. 2.11 to
     2.14.
     """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -117,16 +117,16 @@ def wrap_part(
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what users and layers wrote on a tensor; of a DTensor without its own two fields.
+    """Return the attributes that users and layers set on a tensor, without a DTensor's own fields.
 
-    Public: ``vars()``, which has those of a DTensor too. 2.11 to 2.14.
+    Public: ``vars()``, which includes the fields of a DTensor. 2.11 to 2.14.
     """
     fields = ("_local_tensor", "_spec")
     return {name: value for name, value in vars(tensor).items() if name not in fields}
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a mesh was sliced from; the mesh itself if it was not.
+    """Return the mesh that a mesh was sliced from; the mesh itself if it was not sliced.
 
     Public: none. 2.11 to 2.14.
     """
@@ -134,7 +134,7 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def norm_placement(order: float) -> Partial:
-    """Return the placement of norms of each rank's own elements: their powers are added.
+    """Return the placement of a norm whose ranks have norms of their elements: powers are added.
 
     Public: none; ``Partial`` adds the norms themselves. 2.11 to 2.14.
     """
@@ -150,24 +150,24 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh of the axes of several, over their groups; None if torch cannot join them.
+    """Return a mesh of the axes of several meshes, over their groups; None if torch cannot join.
 
-    It can from 2.12 on, for slices of one root with names. Public: none. 2.12 to 2.14.
+    torch can from 2.12 on, for named slices of one root. Public: none. 2.12 to 2.14.
     """
     if not hasattr(DeviceMesh, "_concatenate") or not all(m.mesh_dim_names for m in meshes):
         return None
     try:
         return DeviceMesh._concatenate(meshes)
-    # Two roots: torch compares their ranks.
+    # The meshes have two roots, whose ranks torch compares.
     except RuntimeError:
         return None
 
 
 def forget_dtensor_meshes() -> None:
-    """Empty DTensor's caches, which find specs by equality, and with them meshes of lost groups.
+    """Empty DTensor's caches, whose lookup by equality could return meshes of destroyed groups.
 
     For a process that makes process groups one after another. Public: none; torch's own functions
-    for it import the compiler. 2.11 to 2.14.
+    for this import the compiler. 2.11 to 2.14.
     """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -175,11 +175,11 @@ def forget_dtensor_meshes() -> None:
 
 @contextlib.contextmanager
 def meta_devices_counted() -> Iterator[None]:
-    """Have operators of DTensors run on meshes of meta devices.
+    """Let operators of DTensors run on meshes of meta devices.
 
-    torch 2.14 weighs what redistributing their inputs would cost, and for it asks the handle of the
-    mesh's device, which meta has none of, how many devices a machine has. Where nothing is
-    redistributed the answer decides nothing. Public: none. 2.11 to 2.14.
+    torch 2.14 estimates the cost of redistributing their inputs, and asks the handle of the mesh's
+    device how many devices a machine has; meta has no such handle. If nothing is redistributed, the
+    answer has no effect. Public: none. 2.11 to 2.14.
     """
     asked: Any = device_mesh._mesh_resources
     count = asked.num_devices_per_host
@@ -191,9 +191,9 @@ def meta_devices_counted() -> Iterator[None]:
 
 
 def register_as_fully_sharded(module: nn.Module) -> None:
-    """Register a module as torch's own ``fully_shard`` does, whose companions look there.
+    """Register a module as torch's own ``fully_shard`` does, for torch functions that look it up.
 
-    ``replicate()`` refuses such a module, and leaves its parameters out below another one. Public:
+    ``replicate()`` refuses such a module, and ignores its parameters below another module. Public:
     none. 2.11 to 2.14.
     """
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
@@ -201,7 +201,7 @@ def register_as_fully_sharded(module: nn.Module) -> None:
 
 
 def set_fully_shard_state(module: nn.Module, state: object) -> None:
-    """Set what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+    """Set the object that ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
 
     Public: none; ``torch.distributed.pipelining`` asks for it. 2.11 to 2.14.
     """
@@ -210,10 +210,10 @@ def set_fully_shard_state(module: nn.Module, state: object) -> None:
 
 @functools.cache
 def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
-    """Have torch call ``check`` on each module given to its ``fully_shard`` or ``replicate``.
+    """Make torch call ``check`` on each module given to its ``fully_shard`` or ``replicate``.
 
-    Once a process for each function, before torch changes a parameter. Public: none; torch takes
-    parameters that are DTensors for those of tensor parallelism. 2.11 to 2.14.
+    Installed once per process and function; called before torch changes a parameter. Public: none;
+    torch would take our DTensor parameters for tensor-parallel ones. 2.11 to 2.14.
     """
     find = fully_shard_file._get_modules_and_states
 
@@ -228,12 +228,12 @@ def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
 
 
 def check_before_split_backwards(check: Callable[[nn.Module, str], None]) -> None:
-    """Have torch's pipelines that split backward call ``check`` before each step that trains.
+    """Make torch's pipelines that split backward call ``check`` before each training step.
 
-    They make the gradients of inputs first, and later those of the weights that a module shows
+    They compute the gradients of inputs first, and later those of the weights that a module shows
     between forward and backward. ``check`` is called on all ranks, with the module of each stage
-    and the schedule's name. Nothing is done until pipelining is imported, which takes a second.
-    Public: none; a stage calls nothing of its module that tells. 2.11 to 2.14.
+    and the schedule's name. Nothing happens unless pipelining is imported, which takes a second.
+    Public: none; a stage calls no method of its module that would show it. 2.11 to 2.14.
     """
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is not None:
@@ -242,18 +242,18 @@ def check_before_split_backwards(check: Callable[[nn.Module, str], None]) -> Non
 
 @functools.cache
 def _check_before_steps(schedules: Any, check: Callable[[nn.Module, str], None]) -> None:
-    """Have steps of schedules begin with the check. Public: none. 2.11 to 2.14."""
+    """Make steps of schedules begin with the check. Public: none. 2.11 to 2.14."""
     step = schedules.PipelineScheduleMulti.step
 
     @functools.wraps(step)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # In the order of each rank an idle time is None.
+        # A None in the order of a rank means idle time.
         actions = (action for order in self.pipeline_order.values() for action in order if action)
         if self._has_backward and any(
             action.computation_type is schedules.BACKWARD_INPUT for action in actions
         ):
             for stage in self._stages:
-                # A builder of the user's runs the gradients of weights; the rest is one backward.
+                # If the user's dw_builder makes the gradients of weights, backward is not split.
                 if stage.dw_builder is None:
                     check(stage.submod, type(self).__name__)
         return step(self, *args, **kwargs)
@@ -266,17 +266,17 @@ class TorchShard:
     """How torch's ``fully_shard`` has cut one parameter.
 
     Attributes:
-        shape: What it has cut: the parameter, or the part of it that a model axis gave this rank.
+        shape: Shape before the cut: of the parameter, or of this rank's part on a model axis.
         dim: The dimension along which it is cut.
-        group: The ranks among which it is divided; None where it is not.
-        rank: This rank's number there.
-        num_ranks: How many there are.
-        replicas: The ranks that have the same of it; None without others.
-        model_mesh: The model axes whose ranks have other parts of it or the same; None without.
-        model_placements: How they have.
+        group: The ranks among which it is divided; None if it is not.
+        rank: This rank's number in ``group``.
+        num_ranks: The number of ranks in ``group``.
+        replicas: The ranks that have the same shard; None without replicas.
+        model_mesh: The mesh of the model axes that cut or repeat it; None without one.
+        model_placements: Its placements on ``model_mesh``.
         has_inner_mesh: Whether it is kept on fewer ranks between forward and backward.
         is_on_host: Whether it is offloaded.
-        has_begun: Whether a forward has looked at it.
+        has_begun: Whether the first forward has begun.
     """
 
     shape: tuple[int, ...]
@@ -295,7 +295,7 @@ class TorchShard:
 def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
     """Return the parameters that torch's ``fully_shard`` has cut, while they are sharded; local.
 
-    Public: the DTensors' meshes and placements, which do not say which axes were there before.
+    Public: the DTensors' meshes and placements, which do not say which axes existed before.
     2.11 to 2.14.
     """
     found: dict[nn.Parameter, TorchShard] = {}
@@ -304,7 +304,7 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
         groups = [] if state is None else _torch_groups(state)
         for each in (parameter for group in groups for parameter in group.fsdp_params):
             mesh_info = each.mesh_info
-            # Of 2.11 by the second name, and there of DTensors alone.
+            # 2.11 has the second name, and only for DTensors.
             before = getattr(each, "_unsharded_dtensor_spec", getattr(each, "_tp_spec", None))
             is_divided = isinstance(mesh_info, FSDPMeshInfo)
             found[each.sharded_param] = TorchShard(
@@ -338,7 +338,7 @@ def _torch_groups(state: Any) -> list[Any]:
 
 
 def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """Return a context that launches the collectives issued in it as one.
+    """Return a context that launches the collectives issued in it together.
 
     It yields the handle to wait for. Public: none; FSDP2 uses the same. 2.11 to 2.14.
     """
@@ -347,7 +347,7 @@ def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any
 
 
 def premultiplied_sum(factor: float) -> dist.ReduceOp:
-    """Return the reduction that multiplies each addend by a factor, of NCCL alone.
+    """Return the reduction that multiplies each addend by a factor; only NCCL has it.
 
     For bf16 torch up to 2.13 gives NCCL a factor of zero. Public: none in 2.11; then
     ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.14.
@@ -356,10 +356,10 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
 
 
 def high_priority_options(timeout: datetime.timedelta) -> Any:
-    """Return options of an NCCL group whose collectives go before other kernels that wait.
+    """Return options of an NCCL group whose collectives go before other waiting kernels.
 
-    Public: the class; the timeout, which must be that of the call that takes the options, is not.
-    2.11 to 2.14.
+    Public: the class, but not the timeout, which must equal that of the call with the options. 2.11
+    to 2.14.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
@@ -369,9 +369,9 @@ def high_priority_options(timeout: datetime.timedelta) -> Any:
 def new_group_options() -> dict[str, Any]:
     """Return arguments of ``dist.new_group`` for a group beside the default one.
 
-    With NCCL its stream has a high priority, and its timeout is the default group's: behind full
-    waves of other kernels a gather would come late. Empty without NCCL. Public: none for the
-    timeout. 2.11 to 2.14.
+    With NCCL its stream has a high priority, or a gather would wait behind full waves of other
+    kernels; its timeout is the default group's. Empty without NCCL. Public: none for the timeout.
+    2.11 to 2.14.
     """
     world = dist.group.WORLD
     if world is None or "cuda:nccl" not in dist.get_backend_config(world).split(","):
@@ -381,7 +381,7 @@ def new_group_options() -> dict[str, Any]:
 
 
 def default_store() -> dist.Store:
-    """Return the store by which the ranks of the default group have met.
+    """Return the rendezvous store of the default group.
 
     Public: none; a program that makes its own store has it. 2.11 to 2.14.
     """
@@ -393,10 +393,10 @@ class DeviceBackend(Protocol):
 
     @property
     def mem_allocator(self) -> Any:
-        """Return the library's allocator, as ``torch.cuda.MemPool`` takes it."""
+        """Return the library's allocator, for ``torch.cuda.MemPool``."""
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether there is such an allocator, for a device that can multicast."""
+        """Return whether the allocator can be used: the device must support multicast."""
 
     def register_mem_pool(self, pool: torch.cuda.MemPool) -> None:
         """Register the memory of a pool with the communicator."""
@@ -414,7 +414,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
 
 
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
-    """Return a part of a file as a file, as ``torch.distributed.checkpoint`` reads a record.
+    """Return a part of a file as a file object, as ``torch.distributed.checkpoint`` reads records.
 
     Public: none. 2.11 to 2.14.
     """
@@ -424,14 +424,14 @@ def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
 
 @functools.cache
 def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None:
-    """Have torch's setters of full states call ``write`` with each DTensor and its full tensor.
+    """Make torch's setters of full states call ``write`` with each DTensor and its full tensor.
 
     ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``full_state_dict`` cut a full
-    tensor as ``torch.chunk`` does, unless ``write`` has written and returns True. Once a process
-    for each function; torch's own DTensors come too.
+    tensor as ``torch.chunk`` does, unless ``write`` has written it and returns True. Installed once
+    per process and function; ``write`` gets torch's own DTensors too.
 
-    Public: none; the setters read nothing of the tensor that other code does not read, so the
-    tensor cannot say how it is cut. 2.11 to 2.14.
+    Public: none; the setters read only attributes that other code reads too, so the tensor cannot
+    give them its own cut. 2.11 to 2.14.
     """
     write_chunks = _state_dict_utils._distribute_tensors
     broadcast = dcp_state_dict._broadcast_state_dict
@@ -475,13 +475,13 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
     ) -> None:
         own = {k: v for k, v in local_state_dict.items() if isinstance(v, DTensor) and not v.ndim}
         broadcast(full_state_dict, local_state_dict, *args, **kwargs)
-        # torch gives a number in the place of each.
+        # torch puts a plain number in place of each of these 0-dim DTensors.
         for key, tensor in own.items():
             value = local_state_dict.get(key)
             if type(value) is torch.Tensor and write(tensor, value):
                 local_state_dict[key] = tensor
 
-    # Broadcast from rank 0, and given by every rank.
+    # The first is for states that rank 0 broadcasts, the others for states that every rank gives.
     _state_dict_utils._distribute_tensors = distribute_tensors
     dcp_state_dict._broadcast_state_dict = broadcast_state_dict
     dcp_state_dict._distribute_state_dict = distribute_state_dict
