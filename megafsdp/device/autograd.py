@@ -1,4 +1,4 @@
-"""Checks of functions whose gradients are written by hand and are differentiable once."""
+"""Checks for functions with hand-written gradients, which are differentiable only once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from megafsdp.errors import expected
 
 
 def check_no_second_backward(*, where: str, hint: str) -> None:
-    """Raise where gradients are to have a graph, which would end here without a word.
+    """Raise if backward is to build a graph of gradients, which would silently end here.
 
-    For backwards of functions that are differentiable once. torch's ``once_differentiable`` looks
-    for a graph in what enters backward, not in what it reads.
+    For backwards of functions that are differentiable once. torch's ``once_differentiable`` only
+    looks for a graph in the inputs of backward, not in the tensors that it reads.
 
     Raises:
         NotImplementedError: Backward runs with ``create_graph=True``.
     """
-    # A graph of torch.compile refuses a second differentiation itself, and traces with either mode.
+    # Not when tracing: a graph of torch.compile refuses a second differentiation itself, and the
+    # grad mode of a trace says nothing.
     if torch.is_grad_enabled() and not is_tracing():
         raise _refusal(where, hint)
 
@@ -26,7 +27,7 @@ def check_has_no_graph(grad: torch.Tensor, *, where: str, hint: str) -> None:
     """Raise if a gradient has a graph, which would end here; for functions that are linear.
 
     Raises:
-        NotImplementedError: It has one.
+        NotImplementedError: It has a graph.
     """
     if grad.requires_grad:
         raise _refusal(where, hint)

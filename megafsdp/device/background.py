@@ -1,6 +1,6 @@
-"""A thread that runs jobs beside the caller, the most urgent of those that can begin first.
+"""A background thread that runs jobs: of those that can begin, the most urgent one first.
 
-The file does not handle errors of jobs: a job raises nothing, and its owner reads its error.
+The file does not handle errors of jobs: a job must not raise, and its owner reads its error.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Job(Protocol):
 
     @property
     def urgency(self) -> int:
-        """Return a number: among jobs that can begin the smallest runs first."""
+        """Return a number: of the jobs that can begin, the one with the smallest runs first."""
 
     @property
     def can_begin(self) -> bool:
-        """Return whether the job would begin at once, not wait for something else first."""
+        """Return whether the job would begin at once, without waiting for something else."""
 
     def run(self) -> None:
-        """Do the work; raises nothing."""
+        """Do the work, without raising."""
 
 
 class _Queue:
@@ -50,13 +50,13 @@ class _Queue:
         return len(self._jobs)
 
     def take(self) -> Job | None:
-        """Return the next job, waiting for one; None once the queue is closed and empty."""
+        """Wait for a job and return it; return None once the queue is closed and empty."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
                 return None
             by_urgency = sorted(self._jobs, key=lambda job: job.urgency)
-            # If none can begin, the oldest is taken: what it waits for was probably issued first.
+            # If no job can begin, take the oldest: what it waits for was probably issued first.
             chosen = next((job for job in by_urgency if _can_begin(job)), self._jobs[0])
             self._jobs.remove(chosen)
             return chosen
@@ -71,14 +71,14 @@ def _can_begin(job: Job) -> bool:
 
 
 class BackgroundThread:
-    """One thread, started by the first job, which ends with :meth:`close`.
+    """One thread, which the first job starts and :meth:`close` ends.
 
     Jobs of equal urgency that can begin run in the order in which they were given.
 
     Args:
         name: The thread's name.
         patience_s: How long :meth:`close` waits for one job.
-        begin: Called first in the thread, for example to choose its device.
+        begin: Called at the start of the thread, for example to choose its device.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BackgroundThread:
     def submit(self, job: Job) -> None:
         """Queue a job; local, returns at once."""
         if self._thread is None:
-            # The thread refers only to the queue, so its owner can be deleted and close the thread.
+            # The thread refers only to the queue, so this object can be deleted and closed.
             self._thread = threading.Thread(
                 target=_serve, args=(self._queue, self._begin), name=self._name, daemon=True
             )
@@ -101,11 +101,11 @@ class BackgroundThread:
         self._queue.put(job)
 
     def close(self) -> None:
-        """Return when the jobs are done and the thread has ended; it takes no more.
+        """Take no more jobs, and wait until all are done and the thread has ended.
 
-        A job that does not end in time is left behind with a warning, and the thread with it: what
-        it waits for may never come, a collective that another rank does not enter, say, and the
-        process must end all the same.
+        A job that does not end in time is left behind with a warning, and the thread with it. It
+        may wait for something that never comes, such as a collective that another rank does not
+        enter, and the process must still end.
         """
         self._queue.close()
         thread, self._thread = self._thread, None
@@ -129,5 +129,5 @@ def _serve(jobs: _Queue, begin: Callable[[], None] | None) -> None:
         begin()
     while (job := jobs.take()) is not None:
         job.run()
-        # The job's tensors would otherwise live until the next job.
+        # Otherwise the job's tensors would live until the next job.
         del job

@@ -1,9 +1,9 @@
-"""Copies between a device and the host beside the calling thread, independent in each direction.
+"""Asynchronous copies between a device and the host, independent in each direction.
 
-A :class:`StreamLink` is CUDA's: a stream each way. Where the device is a CPU a :class:`ThreadLink`
-makes the same copies between buffers of the host, in a thread each way, so that order and waits
-are those of a device. With a speed and a device's clock it simulates the link of a device. What is
-copied, and when, is decided by the caller.
+A :class:`StreamLink` is for CUDA: one stream for each direction. For a CPU a :class:`ThreadLink`
+makes the same copies between host buffers, in one thread for each direction, so that order and
+waits are those of a device. Given a speed and a device's clock, it simulates a device's link. The
+caller decides what is copied, and when.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from megafsdp.device.background import BackgroundThread
 from megafsdp.device.streams import DeviceHandle
 from megafsdp.errors import expected
 
-# A copy may be queued behind a collective that another rank never enters.
+# close() must give up some time: a copy may be queued after a collective that a rank never enters.
 _PATIENCE_S = 10.0
 
-# Targets and sources of one shape, contiguous. A target may have another dtype on the host only.
+# Pairs of a target and a source of the same shape, contiguous. Only targets on the host may have
+# another dtype.
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -31,17 +32,17 @@ class Transfer(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Return whether the bytes are there."""
+        """Return whether the copies are complete."""
 
     def wait(self) -> None:
-        """Return when the bytes are there; from any thread.
+        """Wait until the copies are complete; from any thread.
 
         Raises:
             RuntimeError: A copy failed.
         """
 
     def order(self) -> None:
-        """Make what the calling thread queues on the device from here on come after the copies.
+        """Make work that the calling thread queues on the device from here on follow the copies.
 
         Raises:
             RuntimeError: A copy failed.
@@ -52,7 +53,7 @@ class CopyLink(Protocol):
     """Issues copies; those of one direction run in the order in which they were issued."""
 
     def fence(self) -> None:
-        """Make copies issued from here on wait for what this thread has queued on the device."""
+        """Make copies issued from here on wait for work this thread has queued on the device."""
 
     def to_host(self, copies: Copies) -> Transfer:
         """Issue copies of device tensors into host tensors."""
@@ -61,7 +62,7 @@ class CopyLink(Protocol):
         """Issue copies of host tensors into device tensors."""
 
     def close(self) -> None:
-        """Return when all copies are made; none may be issued afterwards."""
+        """Wait until all copies are made; none may be issued afterwards."""
 
 
 class _StreamTransfer:
@@ -94,7 +95,7 @@ class StreamLink:
         self._streams = (handle.to_host_stream, handle.to_device_stream)
 
     def fence(self) -> None:
-        """Make copies issued from here on wait for what this thread has queued on the device."""
+        """Make copies issued from here on wait for work this thread has queued on the device."""
         event = self._handle.record_event()
         for stream in self._streams:
             self._handle.wait_event(event, stream)
@@ -115,7 +116,7 @@ class StreamLink:
         return _StreamTransfer(self._handle, event)
 
     def close(self) -> None:
-        """Return when all copies are made, or after ten seconds."""
+        """Wait until all copies are made, at most about ten seconds."""
         end_s = time.perf_counter() + _PATIENCE_S
         for stream in self._streams:
             while stream is not None and not stream.query() and time.perf_counter() < end_s:
@@ -123,7 +124,7 @@ class StreamLink:
 
 
 class _ThreadTransfer:
-    """Copies by a thread; a job of it."""
+    """Copies made by a thread, as a job of it."""
 
     urgency = 0
     can_begin = True
@@ -153,7 +154,7 @@ class _ThreadTransfer:
                 target.copy_(source)
                 nbytes += source.nbytes
         if self._bytes_per_s is not None:
-            # The copy has taken a part of the simulated link's time, so only the rest is slept.
+            # The copy has taken part of the simulated link's time: sleep only for the rest.
             time.sleep(max(0.0, begin_s + nbytes / self._bytes_per_s - time.perf_counter()))
 
     @property
@@ -176,13 +177,13 @@ class _ThreadTransfer:
 
 
 class ThreadLink:
-    """Copies between buffers of the host by a thread each way, at full speed or at a given one.
+    """Copies between host buffers by one thread per direction, at full or at a simulated speed.
 
     Args:
-        bytes_per_s: Simulate a link that moves so many bytes a second each way; None copies as fast
-            as the memory does. The time that a copy lacks is slept, so that the cores are free.
-        device_time: When a simulated device will have done what was queued on it so far, in seconds
-            of ``time.perf_counter``: no copy issued after a fence begins before it.
+        bytes_per_s: Speed of a simulated link, in each direction; None copies as fast as the memory
+            does. The thread sleeps for the rest of a copy's time, so that the cores are free.
+        device_time: Returns the time, in seconds of ``time.perf_counter``, at which a simulated
+            device will have done the work queued so far: copies issued after a fence begin later.
 
     Raises:
         ValueError: The speed is not positive.
@@ -210,9 +211,9 @@ class ThreadLink:
         self._to_device = BackgroundThread("megafsdp-to-device")
 
     def fence(self) -> None:
-        """Make copies issued from here on wait for what a simulated device has queued.
+        """Make copies issued from here on wait for the work queued on a simulated device.
 
-        A CPU has done what was queued.
+        A real CPU has nothing queued.
         """
         if self._device_time is not None:
             self._begin_s = self._device_time()
@@ -231,7 +232,7 @@ class ThreadLink:
         return transfer
 
     def close(self) -> None:
-        """Return when all copies are made and the threads have ended."""
+        """Wait until all copies are made and the threads have ended."""
         self._to_host.close()
         self._to_device.close()
 
@@ -240,12 +241,12 @@ class LateNumbers:
     """Numbers that a device computes and the host reads when it needs them.
 
     Args:
-        numbers: A tensor; it is copied at once, in the order of the current stream.
+        numbers: A tensor; its copy is queued at once on the current stream.
     """
 
     def __init__(self, numbers: torch.Tensor) -> None:
         handle = DeviceHandle(numbers.device)
-        # A copy to pageable memory would make the host wait for the device here.
+        # Pinned: a copy to pageable memory would make the host wait for the device here.
         self._on_host = torch.empty(
             numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=handle.is_asynchronous
         )
@@ -254,7 +255,7 @@ class LateNumbers:
         self._read: list[float] | None = None
 
     def read(self) -> list[float]:
-        """Wait until the device has computed the numbers, not for what was queued after them."""
+        """Wait until the device has computed the numbers, but not for work queued after them."""
         if self._read is None:
             if self._event is not None:
                 self._event.synchronize()

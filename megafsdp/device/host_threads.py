@@ -1,8 +1,8 @@
-"""The threads of the host that work for a device: how many there are, and where they run.
+"""The host threads that work for a device: their number, and the cores they run on.
 
-torch's own number does not say it: torchrun sets ``OMP_NUM_THREADS=1``, so that a step on the host
-of a GPU would use one core of many. What the threads compute is decided by the callers, and no bit
-of it depends on their number.
+torch's own number of threads does not serve: torchrun sets ``OMP_NUM_THREADS=1``, so that a step on
+the host of a GPU would use one core of many. The callers decide what the threads compute; the
+results do not depend on their number, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megafsdp.errors import expected
 
 _LOGGER = logging.getLogger("megafsdp.device")
 _SYSTEM = Path("/sys")
-# Huge pages are zeroed whole, by the thread that touches them first.
+# Ranges of whole huge pages: the thread that touches a page first zeroes all of it.
 _RANGE_NBYTES = 1 << 24
 
 
-# Asked for in hooks; a process stays where its launcher has bound it.
+# Cached, since hooks call it: a process stays on the cores to which its launcher bound it.
 @functools.cache
 def share_of_cores() -> int:
-    """Return how many cores this rank may take: those that its machine's ranks share, divided.
+    """Return how many cores this rank may take: its share of those of its machine's ranks.
 
     ::
 
@@ -40,7 +40,7 @@ def share_of_cores() -> int:
     The number of ranks is torchrun's ``LOCAL_WORLD_SIZE``; without it this rank is the only one.
     """
     own = os.sched_getaffinity(0)
-    # A launcher binds its ranks and not itself: its cores are what the ranks share.
+    # A launcher binds its ranks but not itself: the ranks share the launcher's cores.
     shared = own
     with contextlib.suppress(OSError):
         shared = own | os.sched_getaffinity(os.getppid())
@@ -50,24 +50,24 @@ def share_of_cores() -> int:
 
 
 def default_host_threads(device_type: str) -> int:
-    """Return the number of threads that work on the host for a device, unless the user gives one.
+    """Return the default number of host threads that work for a device.
 
     Args:
-        device_type: Of the model. On a CPU the model computes on the same cores: torch's own number
-            already says how many of them a rank takes.
+        device_type: Device type of the model. On a CPU the model computes on the same cores, so
+            torch's own number already says how many of them a rank takes.
     """
     return share_of_cores() if device_type == "cuda" else torch.get_num_threads()
 
 
 def check_host_threads(given: object, *, where: str) -> None:
-    """Check a number of threads, and warn where it is more than the cores there are.
+    """Check a number of threads, and warn if it exceeds the number of cores.
 
     Args:
-        given: What the user gave; None for the default.
-        where: The argument, as messages name it.
+        given: The user's value; None for the default.
+        where: The argument's name, for messages.
 
     Raises:
-        ValueError: It is no whole number above 0.
+        ValueError: It is not a whole number above 0.
     """
     if given is None:
         return
@@ -83,9 +83,9 @@ def check_host_threads(given: object, *, where: str) -> None:
 
 @contextlib.contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Let torch's operators on the host use so many threads in this context."""
+    """Let torch's operators on the host use ``number`` threads in this context."""
     before = torch.get_num_threads()
-    # Two calls into C++ of 0.1 us each.
+    # Cheap: two calls into C++ of 0.1 us each.
     torch.set_num_threads(number)
     try:
         yield
@@ -95,11 +95,11 @@ def torch_threads(number: int) -> Iterator[None]:
 
 @functools.cache
 def cores_near(device: torch.device) -> frozenset[int]:
-    """Return the cores of this process on a GPU's NUMA node; none to use any.
+    """Return the cores of this process on a GPU's NUMA node; empty means any core.
 
     Memory of another node is read and written over the link between processors. A rank whose share
-    of the cores is more than its node has, the only one of a machine with two, uses both, and the
-    memory of both. So does one where the system does not say what is near.
+    of the cores exceeds those of its node (the only rank of a machine with two nodes) uses both
+    nodes and their memory. So does a rank if the system does not say which cores are near.
     """
     if device.type != "cuda":
         return frozenset()
@@ -109,7 +109,7 @@ def cores_near(device: torch.device) -> frozenset[int]:
         bus_name = "{:04x}:{:02x}:{:02x}.0".format(*address)
         node = int((_SYSTEM / f"bus/pci/devices/{bus_name}/numa_node").read_text())
         listed = (_SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
-    # -1 stands for a machine without nodes, which has no list.
+    # numa_node is -1 on a machine without nodes, which has no cpulist.
     except (AttributeError, OSError, ValueError) as error:
         _LOGGER.info("The system does not say which cores are near %s (%s).", device, error)
         return frozenset()
@@ -122,13 +122,13 @@ def cores_near(device: torch.device) -> frozenset[int]:
 
 
 def _parsed(cores: str) -> set[int]:
-    """Return the numbers of a list of the kernel's, such as ``0-3,8``."""
+    """Return the numbers in one of the kernel's lists, such as ``0-3,8``."""
     bounds = [[int(bound) for bound in part.split("-")] for part in cores.split(",")]
     return {core for bound in bounds for core in range(bound[0], bound[-1] + 1)}
 
 
 def stay_near(device: torch.device) -> None:
-    """Keep the calling thread, and those that it starts, on the cores near a GPU."""
+    """Keep the calling thread, and threads that it starts, on the cores near a GPU."""
     cores = cores_near(device)
     if cores:
         try:
@@ -143,11 +143,11 @@ def zero_by_threads(memory: torch.Tensor, device: torch.device) -> None:
     A page belongs to the node of the core that first writes it, for as long as it lives.
 
     Args:
-        memory: 1-D, contiguous. Others need not have touched it.
-        device: The device for whose sake it is there.
+        memory: 1-D, contiguous, and not touched yet: touched pages stay where they are.
+        device: The device that uses the memory.
     """
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-    # Cut where huge pages end, whatever the address.
+    # Cut at the ends of huge pages, whatever the start address.
     cuts = range(start - start % _RANGE_NBYTES + _RANGE_NBYTES, stop, _RANGE_NBYTES)
     bounds = [start, *cuts, stop]
 
@@ -156,5 +156,5 @@ def zero_by_threads(memory: torch.Tensor, device: torch.device) -> None:
 
     num_threads = min(default_host_threads(device.type), len(bounds) - 1)
     with ThreadPoolExecutor(num_threads, initializer=stay_near, initargs=(device,)) as threads:
-        # The list raises what a thread has raised.
+        # list() raises the errors of the threads.
         list(threads.map(zero, bounds[:-1], bounds[1:]))

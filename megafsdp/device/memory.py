@@ -1,17 +1,17 @@
 """Flat storages that can be released and reallocated, and the ledger that counts their bytes.
 
 A :class:`FlatStorage` owns one flat tensor. Releasing it shrinks the underlying storage to zero
-bytes and allocating it again grows the same storage object, so every view of it, those saved by
-autograd included, stays an alias. Layouts and views of tensors are in ``megafsdp.buffer``.
+bytes, and allocating it again grows the same storage object. So every view of it stays an alias,
+including views saved by autograd. Layouts and views of tensors are in ``megafsdp.buffer``.
 
 A storage's memory comes from the device's allocator, or from one of a few :class:`Slabs` that stay
-allocated. With two slabs and three storages that are in use one after another, the next one ahead::
+allocated. With two slabs, and three storages used one after another, each allocated one ahead::
 
     slab 0   a a . c c .
     slab 1   . b b . . .          c takes the slab that a has released
 
-``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that code
-which reads elements that were never written is found by its result.
+``MEGAFSDP_POISON=1`` fills every fresh allocation with NaN (0x7F bytes for integers), so that
+results show if code reads elements that were never written.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _POISON_BYTE = 0x7F
 
 
 class Category(Enum):
-    """What the bytes of a flat storage are for."""
+    """The use of a flat storage's bytes."""
 
     MAIN_WEIGHT = "main weight"
     COMPUTE_WEIGHT = "compute weight"
-    # Of quantized compute weights: tables of scales, maxima, histories of maxima.
+    # For quantized compute weights: tables of scales, maxima, histories of maxima.
     SCALES = "scales"
     UNSHARDED = "unsharded"
     MAIN_GRAD = "main grad"
     PARTIAL_GRAD = "partial grad"
     OPTIMIZER_STATE = "optimizer state"
 
-    # Enum's own hash is a Python function, which ledgers would call hundreds of times a step.
+    # Enum's own hash is a Python function; ledgers would call it hundreds of times per step.
     __hash__ = object.__hash__
 
 
@@ -75,7 +75,7 @@ class ByteLedger:
     _parent: ByteLedger | None = None
 
     def merge_into(self, other: ByteLedger) -> None:
-        """Count what this ledger counts, from what is alive on, in ``other`` as well."""
+        """Count in ``other`` as well: the bytes alive now, and all that this ledger will count."""
         topmost = self
         while topmost._parent is not None:
             topmost = topmost._parent
@@ -111,15 +111,15 @@ class ByteLedger:
         self.num_live[category] -= 1
 
     def reset_peak(self) -> None:
-        """Start measuring peaks from what is alive."""
+        """Start measuring peaks anew, from the bytes alive now."""
         self.peak = dict(self.live)
         self.peak_num_live = dict(self.num_live)
         self.peak_total = self.total
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Return a context for tensors made in inference mode that are written outside of it."""
-    # The context alone takes longer than an allocation, which each reduction makes.
+    """Return a context that leaves inference mode, to make tensors that are written outside."""
+    # Each reduction allocates, and entering the context takes longer than an allocation.
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
@@ -138,8 +138,8 @@ class Slab:
 
     Attributes:
         nbytes: Its size.
-        pool: Where it lies.
-        is_free: Whether no storage lies in it.
+        pool: The pool with its memory.
+        is_free: Whether no storage uses it.
     """
 
     nbytes: int
@@ -148,14 +148,14 @@ class Slab:
 
 
 class Slabs:
-    """Slabs of one size, made when they are needed and alive as long as a storage may take one.
+    """Slabs of one size, made when needed and alive as long as a storage may take one.
 
     Args:
-        nbytes: Size of each.
-        max_slabs: How many to make.
-        new_pool: Makes a pool that contains one block of so many bytes.
+        nbytes: Size of each slab.
+        max_slabs: The most slabs to make.
+        new_pool: Makes a pool that contains one block of a given number of bytes.
         ledger: Counts each slab from when it is made.
-        category: What the bytes are counted as.
+        category: The category that the bytes are counted in.
 
     Attributes:
         num_refused: How often a storage found no free slab and took memory of its own.
@@ -177,13 +177,13 @@ class Slabs:
         self._slabs: list[Slab] = []
 
     def __del__(self) -> None:
-        """Count the slabs as freed, which their pools free."""
+        """Count the slabs as freed; their pools free them."""
         for slab in self._slabs:
             self._ledger.credit(self._category, slab.nbytes)
 
     def find_free(self) -> Slab | None:
-        """Return the first free slab, made if there is none; None if all that may be are in use."""
-        # The first: ranks that take and release in one order take slabs of the same number.
+        """Return the first free slab, or make one; None if the most are made and all in use."""
+        # The first one: ranks that take and release in the same order take the same slabs.
         for slab in self._slabs:
             if slab.is_free:
                 return slab
@@ -197,16 +197,15 @@ class Slabs:
 
 
 class FlatStorage:
-    """One flat tensor whose memory is released and allocated again while its aliases stay.
+    """One flat tensor whose memory can be released and allocated again while aliases stay.
 
     Args:
         numel: Number of elements.
         dtype: Element type.
-        device: Where the memory lies.
+        device: The device of the memory.
         ledger: Counts the bytes.
-        category: What they are counted as.
-        memory: ``(numel,)`` memory to lie in, of which the storage is one part of several: it is
-            never released.
+        category: The category that they are counted in.
+        memory: ``(numel,)`` memory to use, which is part of a larger piece and never released.
 
     The storage is allocated on construction, uninitialised, on the current stream. On CUDA it must
     be released on the stream that allocated it (the caching allocator reuses memory in stream
@@ -214,8 +213,8 @@ class FlatStorage:
 
     Attributes:
         tensor: The flat tensor.
-        is_allocated: Whether the memory is there.
-        slabs: Where later allocations find it; None for the device's allocator.
+        is_allocated: Whether it has memory.
+        slabs: The slabs that later allocations take; None for the device's allocator.
     """
 
     __slots__ = (
@@ -256,7 +255,7 @@ class FlatStorage:
         self._mark_allocated()
 
     def __del__(self) -> None:
-        """Count the memory as freed, which the last view of the tensor frees."""
+        """Count the memory as freed; the last view of the tensor frees it."""
         if self.is_allocated:
             self._mark_released()
 
@@ -276,7 +275,7 @@ class FlatStorage:
             if slab is None:
                 memory.resize_(nbytes)
             else:
-                # The size of the slab: a pool that is always asked for one size gives one block.
+                # Ask for the slab's full size: for equal sizes the pool reuses its one block.
                 with slab.pool.allocating():
                     memory.resize_(nbytes)
                 slab.is_free = False
@@ -294,7 +293,7 @@ class FlatStorage:
 
     def _mark_allocated(self) -> None:
         self.is_allocated = True
-        # A slab's bytes are counted as long as the slab is there.
+        # A slab's bytes are counted as long as the slab exists.
         if self._slab is None:
             self._ledger.debit(self._category, self._nbytes)
         if _is_poisoning():
@@ -321,7 +320,7 @@ def _no_room(
     ledger: ByteLedger,
     error: torch.OutOfMemoryError,
 ) -> torch.OutOfMemoryError:
-    """Return an error that says for what there is no room, and what the flat buffers take."""
+    """Return an error that says what does not fit, and how much the flat buffers take."""
     live = [f"{n:,} of {c.value}" for c, n in ledger.live.items() if n]
     return torch.OutOfMemoryError(
         expected(
@@ -336,7 +335,7 @@ def _no_room(
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill a tensor with NaN, or with 0x7F bytes where its dtype has no NaN."""
+    """Fill a tensor with NaN, or with 0x7F bytes if its dtype has no NaN."""
     with torch.no_grad(), preserving_versions(tensor):
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.fill_(float("nan"))
@@ -345,7 +344,7 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def set_poison(is_enabled: bool) -> None:
-    """Switch poisoning of fresh allocations for this process and those it forks."""
+    """Switch poisoning of fresh allocations, for this process and the processes it forks."""
     os.environ[_POISON_VARIABLE] = "1" if is_enabled else "0"
     _is_poisoning.cache_clear()
 

@@ -1,8 +1,8 @@
-"""Ranges that profilers show: what the engine does, for which unit.
+"""Profiler ranges: what the engine does, for which unit.
 
-They reach ``torch.profiler``, and NVIDIA's tools under ``torch.autograd.profiler.emit_nvtx()``, and
-cost a quarter of a microsecond without a profiler. Every range is a context, hence balanced even
-if the code inside raises.
+``torch.profiler`` shows them, and so do NVIDIA's tools under
+``torch.autograd.profiler.emit_nvtx()``. Without a profiler they cost a quarter of a microsecond.
+Every range is a context, so it ends even if the code inside raises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megafsdp.device.torch_private import fast_profiler_range
 
 
 class Named(Protocol):
-    """Something with a name for people, such as the FQN of a unit."""
+    """An object with a readable name, such as the FQN of a unit."""
 
     name: str
 
@@ -34,7 +34,7 @@ def profiler_range(what: str, name: str) -> AbstractContextManager[object]:
 def in_profiler_range(
     what: str,
 ) -> Callable[[Callable[Concatenate[N, P], R]], Callable[Concatenate[N, P], R]]:
-    """Make a method run in a range named by its object."""
+    """Make a method run in a range that is named after its object."""
 
     def decorate(method: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P], R]:
         @functools.wraps(method)

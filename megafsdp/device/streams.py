@@ -1,9 +1,9 @@
 """One handle over ``torch.cuda`` and ``torch.cpu``: streams, events and waits.
 
 The engine uses a :class:`DeviceHandle`, so that its code is the same on any device. On CUDA the
-handle's streams and events are real; on CPU they are ``None`` and every wait returns at once,
-because there work that runs beside the main thread is waited for through the handles of the
-collectives themselves. This file has no buffers and issues no collectives.
+handle's streams and events are real. On CPU they are ``None`` and every wait returns at once: the
+only asynchronous work there is collectives, which are awaited through their own handles. This file
+has no buffers and issues no collectives.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megafsdp.errors import expected
 
 @dataclass(frozen=True, slots=True)
 class TimeMark:
-    """Mark a moment on a device, by an event of CUDA or by seconds of a clock."""
+    """A moment on a device: a CUDA event, or seconds of a clock."""
 
     moment: float | torch.cuda.Event
 
     def seconds_until(self, later: TimeMark) -> float:
-        """Return the seconds from this mark to a later one; waits until the device is there."""
+        """Return the seconds from this mark to a later one; waits until the device reaches it."""
         if isinstance(self.moment, float) and isinstance(later.moment, float):
             return later.moment - self.moment
         assert not isinstance(self.moment, float), "marks of one device"
@@ -56,18 +56,18 @@ class DeviceHandle:
 
     @property
     def to_host_stream(self) -> torch.cuda.Stream | None:
-        """Return the device's one stream of copies to the host; None on CPU."""
+        """Return the device's single stream for copies to the host; None on CPU."""
         return _copy_streams(self.device)[0] if self.is_asynchronous else None
 
     @property
     def to_device_stream(self) -> torch.cuda.Stream | None:
-        """Return the device's one stream of copies from the host; None on CPU."""
+        """Return the device's single stream for copies from the host; None on CPU."""
         return _copy_streams(self.device)[1] if self.is_asynchronous else None
 
     def adopt_thread(self) -> None:
-        """Make this device the calling thread's; called first by threads that wait for events.
+        """Make this device the calling thread's current one; threads that wait for events call it.
 
-        A new thread's device is GPU 0, and asking an event there makes a context of 0.5 GB.
+        A new thread's device is GPU 0, and querying an event there makes a context of 0.5 GB.
         """
         if self.is_asynchronous:
             torch.cuda.set_device(self.device)
@@ -93,8 +93,8 @@ class DeviceHandle:
         """Record an event after the work queued so far on ``stream`` (default: current).
 
         Args:
-            stream: Of this device.
-            is_blocking: True to make a thread that waits for it on the host sleep, not spin.
+            stream: A stream of this device.
+            is_blocking: True to make a host thread that waits for the event sleep instead of spin.
         """
         if not self.is_asynchronous:
             return None
@@ -103,7 +103,7 @@ class DeviceHandle:
         return event
 
     def mark_time(self) -> TimeMark:
-        """Mark the time at which the device will have done what was queued so far."""
+        """Mark the time at which the device will have done the work queued so far."""
         if not self.is_asynchronous:
             return TimeMark(time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -128,7 +128,7 @@ class DeviceHandle:
             torch.cuda.synchronize(self.device)
 
     def unused_nbytes(self) -> int | None:
-        """Return the bytes that no allocation has needed yet; None where they are not counted."""
+        """Return the bytes that no allocation has needed yet; None if they are not counted."""
         if not self.is_asynchronous:
             return None
         free_nbytes, _ = torch.cuda.mem_get_info(self.device)
@@ -136,12 +136,12 @@ class DeviceHandle:
         return free_nbytes + reserved_nbytes - torch.cuda.max_memory_allocated(self.device)
 
     def peak_nbytes(self) -> int | None:
-        """Return the allocator's peak in bytes; None where the device has no such counter."""
+        """Return the allocator's peak in bytes; None if the device has no such counter."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_asynchronous else None
 
 
-# torch has 32 streams a device, which all that ask for one share: a stream for each group would
-# make copies of both directions, and collectives, wait for each other.
+# torch has 32 streams per device, which all callers share. With a stream for each group, copies of
+# both directions, and collectives, would come to share a stream and wait for each other.
 @functools.cache
 def _copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -151,11 +151,11 @@ def device_handle(device_type: str) -> DeviceHandle:
     """Return the handle of the calling process's device of a type.
 
     Args:
-        device_type: ``"cpu"``, ``"cuda"``, or ``"meta"`` for buffers without memory; for CUDA the
-            current device is meant.
+        device_type: ``"cpu"``, ``"cuda"`` (the current device), or ``"meta"`` for buffers without
+            memory.
 
     Raises:
-        NotImplementedError: Any other device type.
+        NotImplementedError: The device type is another one.
     """
     if device_type in ("cpu", "meta"):
         return DeviceHandle(torch.device(device_type))

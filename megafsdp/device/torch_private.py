@@ -1,9 +1,9 @@
 """Private names of torch's core: tensors, autograd, modules, compiler, profiler.
 
-torch may change what stands here without notice, so no other file spells these names; those of
-DTensors, process groups and checkpoints are in megafsdp/mesh/torch_private.py. Each function says
-what torch offers in public instead, and the versions in which the private name was seen. Nothing
-here has a meaning for the engine: a function does what torch does.
+torch may change these names without notice, so no other file uses them; those of DTensors, process
+groups and checkpoints are in megafsdp/mesh/torch_private.py. Each function says what torch offers
+in public instead, and the versions in which the private name was seen. The functions know nothing
+of the engine: each does what torch's does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound=torch.Tensor)
 
-# Read for each parameter in every step, where attrgetter costs half of a Python function.
+# Versions are read for each parameter in every step; attrgetter costs half of a Python function.
 _read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor's memory was written, as autograd counts it.
+    """Return how often a tensor's memory was written, according to autograd.
 
     Public: none; only ``torch.autograd.graph.increment_version`` writes the count. 2.11 to 2.14.
     """
@@ -47,7 +47,7 @@ def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context after which the tensors' versions are what they were before.
+    """Return a context that restores the tensors' versions at its end.
 
     Public: none. 2.11 to 2.14.
     """
@@ -56,7 +56,7 @@ def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def base_of(view: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a view was made of; None for a tensor that is no view.
+    """Return the tensor that a view was made from; None for a tensor that is no view.
 
     Public: none; ``Tensor._is_view`` is private too. 2.11 to 2.14.
     """
@@ -64,7 +64,7 @@ def base_of(view: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_backward_running() -> bool:
-    """Return whether the autograd engine runs on this thread, as during recomputation.
+    """Return whether the autograd engine runs on this thread, as it does in recomputation.
 
     Public: none. 2.11 to 2.14.
     """
@@ -74,17 +74,18 @@ def is_backward_running() -> bool:
 def func_transforms() -> list[str]:
     """Return the transforms of ``torch.func`` that run on this thread, outermost first.
 
-    Named grad (of vjp and Jacobians too), jvp, vmap or functionalize. Public: none. 2.11 to 2.14.
+    The names are grad (also for vjp and Jacobians), jvp, vmap and functionalize. Public: none. 2.11
+    to 2.14.
     """
     functorch = torch._C._functorch
-    # Asked for in every forward; the stack is built anew by each call.
+    # Check first, since every forward calls this: get_interpreter_stack() builds the stack anew.
     if functorch.peek_interpreter_stack() is None:
         return []
     return [each.key().name.lower() for each in functorch.get_interpreter_stack() or ()]
 
 
 class _AfterBackward(functools.partial[None]):
-    """A callback of the autograd engine, and what follows when the engine frees it."""
+    """A callback of the autograd engine, and a function to call when the engine frees it."""
 
     when_freed: Callable[[], None]
 
@@ -93,16 +94,16 @@ class _AfterBackward(functools.partial[None]):
 
 
 def call_after_backward(callback: Callable[[], None], *, when_freed: Callable[[], None]) -> None:
-    """Have the autograd engine call a function at the end of the backward that runs.
+    """Make the autograd engine call a function at the end of the backward that runs.
 
-    A backward that fails calls none and frees them before it raises; where a thread of the engine
-    runs it, as on CUDA, possibly a little later and on that thread.
+    A backward that fails frees the callback without calling it, before it raises; if a thread of
+    the engine runs the backward, as on CUDA, possibly a little later and on that thread.
 
     Public: none; FSDP2 and DDP use the same. 2.11 to 2.14.
 
     Args:
-        callback: What is called after a whole backward.
-        when_freed: What is called after that, or after a failure; it must not raise.
+        callback: Called after a complete backward.
+        when_freed: Called after ``callback``, or after a failure; it must not raise.
     """
     after = _AfterBackward(callback)
     after.when_freed = when_freed
@@ -119,7 +120,7 @@ def num_gradient_hooks(parameter: torch.Tensor) -> int:
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Return what ``register_post_accumulate_grad_hook`` has registered on a leaf.
+    """Return the hooks that ``register_post_accumulate_grad_hook`` has registered on a leaf.
 
     Public: none; hooks can be registered, not listed. 2.11 to 2.14.
     """
@@ -135,9 +136,9 @@ def as_subclass_with_grad(cls: type[T], tensor: torch.Tensor) -> T:
     return torch.Tensor._make_subclass(cls, tensor, True)
 
 
-# Splits a flat tensor into views with the shapes of others, in one call of C++; a Python function
-# around it would be one more hop for every group in every backward. Public: ``Tensor.split`` and a
-# ``view`` for each, several times as slow. 2.11 to 2.14.
+# Splits a flat tensor into views with the shapes of other tensors, in one call into C++. Not
+# wrapped in a Python function: every group calls it in every backward. Public: ``Tensor.split`` and
+# a ``view`` for each, several times as slow. 2.11 to 2.14.
 split_as: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 split_as = torch._utils._unflatten_dense_tensors
 
@@ -170,7 +171,7 @@ def empty_wrapper(
 
 
 def is_replaceable(tensor: torch.Tensor) -> bool:
-    """Return whether :func:`replace_tensor` can: no graph, reducer or weak reference is on it.
+    """Return whether :func:`replace_tensor` works: no graph, reducer or weak reference holds it.
 
     Public: none; ``swap_tensors`` raises after it was called. 2.11 to 2.14.
     """
@@ -178,17 +179,17 @@ def is_replaceable(tensor: torch.Tensor) -> bool:
         return False
     count = tensor._use_count()  # type: ignore[attr-defined]
     if count == 2 and tensor.is_leaf and tensor.requires_grad:
-        # One of them may be the node that accumulates its gradient; if not, this makes that.
+        # One of the two uses may be the node that accumulates the gradient. If it is not, this call
+        # makes the node, and the count rises.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
         return tensor._use_count() == 2 and edge.node is not None  # type: ignore[attr-defined]
     return bool(count == 1)
 
 
 def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Give a tensor the class and memory of another one, and the other those of it.
+    """Swap class and memory of two tensors; attributes and gradient of the first stay on it.
 
-    What users wrote on the tensor, and its gradient, stay on it. Public: ``torch.utils``, of which
-    ``swap_tensors`` exchanges these too. 2.11 to 2.14.
+    Public: ``torch.utils.swap_tensors``, which swaps attributes and gradients too. 2.11 to 2.14.
     """
     written, grad = dict(vars(tensor)), tensor.grad
     torch.utils.swap_tensors(tensor, other)
@@ -196,8 +197,8 @@ def replace_tensor(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.grad = grad
 
 
-# What torch.nn.functional.grouped_mm calls, and overrides of tensor subclasses see. Public: the
-# function itself, which they do not see. 2.11 to 2.14; None where it is not there.
+# The operator that torch.nn.functional.grouped_mm calls, which overrides of tensor subclasses see.
+# Public: that function, which they do not see. 2.11 to 2.14; None if torch does not have it.
 grouped_product: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
 
 
@@ -212,7 +213,7 @@ def scaled_product(
 ) -> torch.Tensor:
     """Multiply matrices of 8-bit floats that have one scale each, on CUDA.
 
-    On CPUs it works too, hundreds to thousands of times slower than a product of decoded values.
+    It works on CPUs too, but hundreds to thousands of times slower than with decoded values.
 
     Public: ``torch.nn.functional.scaled_mm``, not in 2.9; this one is in all. 2.11 to 2.14.
     """
@@ -226,13 +227,13 @@ def unscale_and_check(
 ) -> None:
     """Multiply tensors in place, and set ``found_inf`` to 1 if an element is not finite.
 
-    Public: ``torch.amp.GradScaler``, which reduces nothing over ranks. 2.11 to 2.14.
+    Public: ``torch.amp.GradScaler``, which does not reduce over ranks. 2.11 to 2.14.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
 
 
 def no_torch_function() -> object:
-    """Return what a class sets as ``__torch_function__`` to have no override.
+    """Return the value of ``__torch_function__`` with which a class overrides nothing.
 
     Public: none; a classmethod that passes calls on costs a Python call for each attribute. 2.11 to
     2.14.
@@ -250,21 +251,21 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """Return an operator's name and arguments, with the marks of those it writes.
+    """Return an operator's name and arguments, in which those that it writes are marked.
 
     Public: none. 2.11 to 2.14.
     """
     return op._schema
 
 
-# Sets what torch.compile does to frames of this thread, and returns what it did: None runs them as
-# they are. A Python function around it would be such a frame. Public: ``torch.compiler.disable``,
-# which covers one function and not what follows it. 2.11 to 2.14.
+# Sets how torch.compile treats frames of this thread, and returns the old setting; None runs them
+# as they are. Not wrapped in a Python function, which would be such a frame. Public:
+# ``torch.compiler.disable``, which covers one function but not what follows it. 2.11 to 2.14.
 set_tracer: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Have ``torch.compile`` trace a function only as a part of another one's graph.
+    """Make ``torch.compile`` trace a function only as a part of another function's graph.
 
     Public: none; ``torch.compiler.disable`` keeps it out of graphs too. 2.11 to 2.14.
     """
@@ -273,10 +274,10 @@ def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced_hook(function: Callable[P, R]) -> Callable[P, R]:
-    """Have ``torch.compile`` run a function as it is, with all that it calls; costs nothing.
+    """Make ``torch.compile`` run a function as it is, with all that it calls; costs nothing.
 
-    For what torch itself calls, outside of graphs: one that contained the call would trace it.
-    Public: none; ``torch.compiler.disable`` puts a function around it. 2.11 to 2.14.
+    For functions that torch itself calls outside of graphs: a graph that contained the call would
+    trace it. Public: none; ``torch.compiler.disable`` wraps it in a function. 2.11 to 2.14.
     """
     _skip(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)
     return function
@@ -286,18 +287,18 @@ def _skip(function: Callable[..., object], action_on_calls: Any) -> None:
     """Run the frames of a function as they are. Public: none. 2.11 to 2.14."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, action_on_calls)
-    # Of a wrapped function this is the wrapper's, which others may share.
+    # For a wrapped function this is the code of the wrapper, which others may share.
     frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
 
 
 @untraced_frame
 def end_graph(reason: Callable[[], str]) -> None:
-    """End the graph that ``torch.compile`` makes of the caller, if it does; the rest runs as it is.
+    """End the graph if ``torch.compile`` traces the caller; the rest of it runs as it is.
 
     Args:
-        reason: Returns what ``fullgraph=True`` raises.
+        reason: Returns the message of the error that ``fullgraph=True`` raises.
 
-    Public: none; ``torch.compiler.disable`` has a reason for a function, not for an object. 2.11 to
+    Public: none; ``torch.compiler.disable`` takes a reason per function, not per object. 2.11 to
     2.14.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -305,10 +306,10 @@ def end_graph(reason: Callable[[], str]) -> None:
 
 
 def without_modes() -> AbstractContextManager[None]:
-    """Return a context in which no dispatch mode sees what is made, such as a subclass of tensors.
+    """Return a context in which dispatch modes are off, to make tensors of some subclasses.
 
-    Modes count, fake or record operators: selective recomputation enters one. They cannot make
-    ``torch.nn.attention.bias.CausalBias``. Public: none. 2.11 to 2.14.
+    Modes count, fake or record operators; selective recomputation enters one. Under a mode
+    ``torch.nn.attention.bias.CausalBias`` cannot be made. Public: none. 2.11 to 2.14.
     """
     return _disable_current_modes()
 
@@ -337,29 +338,29 @@ def without_dynamo(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_tracing() -> bool:
-    """Return whether ``torch.compile`` makes a graph of what runs now.
+    """Return whether ``torch.compile`` traces the code that runs now.
 
-    Public: ``torch.compiler.is_compiling()``, which before 2.13 is false while it traces what
-    tensor subclasses do. 2.11 to 2.14.
+    Public: ``torch.compiler.is_compiling()``, which before 2.13 is false while operators of tensor
+    subclasses are traced. 2.11 to 2.14.
     """
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def refuse_graphs(tensor: torch.Tensor, reason: str) -> None:
-    """Have ``torch.compile`` end its graph before the operator that it tries on this tensor.
+    """Make ``torch.compile`` end its graph before the operator that it tries on this tensor.
 
-    For operators of tensor subclasses, which the compiler runs once without values and then puts
-    into the graph, unless this error says that it cannot run them so. ``fullgraph=True`` raises,
-    with the reason. Public: none; a graph break of ``torch.compiler`` works in traced code alone.
+    For operators of tensor subclasses: the compiler runs them once without values and then puts
+    them into the graph, unless this error says that this does not work. ``fullgraph=True`` raises,
+    with the reason. Public: none; a graph break of ``torch.compiler`` works only in traced code.
     2.11 to 2.14.
     """
     if is_tracing() and type(tensor) is not torch.Tensor:
-        # It only shows what is unsupported.
+        # The exception only shows its argument, which need not be an operator.
         raise torch._subclasses.fake_tensor.UnsupportedOperatorException(reason)  # type: ignore[arg-type]
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the own buffers that a state dict leaves out.
+    """Return the names of a module's own buffers that state dicts leave out.
 
     Public: none; ``state_dict()`` runs hooks. 2.11 to 2.14.
     """
@@ -368,11 +369,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 @functools.cache
 def run_truncated_normal(run: Callable[[torch.Tensor, Callable[..., Any]], bool]) -> None:
-    """Have ``torch.nn.init.trunc_normal_`` call ``run`` first, once a process for each function.
+    """Make ``torch.nn.init.trunc_normal_`` call ``run`` first; once per process and function.
 
-    It draws anew where a value is outside of the bounds, as often as any value is, which a rank
-    cannot know of the others' rows. ``run(tensor, fill)`` returns whether it has filled the tensor;
-    ``fill(other)`` fills another by the same distribution.
+    The initialiser redraws values outside of the bounds as long as there are any, and a rank cannot
+    know that of other ranks' rows. ``run(tensor, fill)`` returns whether it has filled the tensor;
+    ``fill(other)`` fills another tensor from the same distribution.
 
     Public: none; torch offers an override for most other initialisers. 2.11 to 2.14.
     """
@@ -398,7 +399,7 @@ def fast_profiler_range(name: str) -> AbstractContextManager[object]:
 
 
 def tensor_rebuilder() -> Callable[..., torch.Tensor]:
-    """Return the function by which files of ``torch.save`` name a tensor.
+    """Return the function by whose name files of ``torch.save`` refer to a tensor.
 
     Public: none; its name is a part of the file format. 2.11 to 2.14.
     """
@@ -407,15 +408,15 @@ def tensor_rebuilder() -> Callable[..., torch.Tensor]:
 
 
 def record_memory_history(*, is_wanted: bool) -> None:
-    """Begin, or end, to record the allocations of the GPU with their stacks.
+    """Start or stop recording the allocations on the GPU with their stacks.
 
-    Public: none; ``torch.profiler`` records sizes alone. 2.11 to 2.14.
+    Public: none; ``torch.profiler`` records only sizes. 2.11 to 2.14.
     """
     torch.cuda.memory._record_memory_history("all" if is_wanted else None, max_entries=1_000_000)
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what was recorded, as torch's page pytorch.org/memory_viz reads it.
+    """Write the recorded history in the format that pytorch.org/memory_viz reads.
 
     Public: ``torch.cuda.memory_snapshot`` lacks the history. 2.11 to 2.14.
     """
