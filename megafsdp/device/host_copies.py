@@ -19,7 +19,8 @@ from megafsdp.device.background import BackgroundThread
 from megafsdp.device.streams import DeviceHandle
 from megafsdp.errors import expected
 
-# close() must give up some time: a copy may be queued after a collective that a rank never enters.
+# close() gives up after this time: a copy may be queued after a collective that another rank never
+# enters.
 _PATIENCE_S = 10.0
 
 # Pairs of a target and a source of the same shape, contiguous. Only targets on the host may have

@@ -182,7 +182,7 @@ class Slabs:
             self._ledger.credit(self._category, slab.nbytes)
 
     def find_free(self) -> Slab | None:
-        """Return the first free slab, or make one; None if the most are made and all in use."""
+        """Return the first free slab, or make one; None if ``max_slabs`` are in use."""
         # The first one: ranks that take and release in the same order take the same slabs.
         for slab in self._slabs:
             if slab.is_free:

@@ -481,7 +481,7 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
             if type(value) is torch.Tensor and write(tensor, value):
                 local_state_dict[key] = tensor
 
-    # The first is for states that rank 0 broadcasts, the others for states that every rank gives.
+    # The first two are for states that rank 0 broadcasts, the third for states that all ranks give.
     _state_dict_utils._distribute_tensors = distribute_tensors
     dcp_state_dict._broadcast_state_dict = broadcast_state_dict
     dcp_state_dict._distribute_state_dict = distribute_state_dict

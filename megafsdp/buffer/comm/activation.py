@@ -64,7 +64,7 @@ def reduce_scatter_dim(
         [output.view(-1)],
         [by_rank.view(-1)],
         group=group,
-        # A library overwrites its input only to scale it; with 1.0 the caller's is unchanged.
+        # A library overwrites its input only to scale it; 1.0 keeps the caller's tensor unchanged.
         scale=1.0,
         accumulate=False,
         reduce_dtype=partial.dtype,

@@ -395,7 +395,7 @@ def _start_scaling(
 def _exchange(
     partial: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[dist.Work | None, list[torch.Tensor]]:
-    """Send each rank its shard of the addends; return this rank's to be summed, in rank order."""
+    """Send each rank its shard of the addends; return those of this rank, in rank order."""
     rank, parts = group.rank(), list(partial.chunk(group.size()))
     if len(parts) == 2:
         # This rank's part is not sent, which halves the bytes. With more ranks it lies between

@@ -250,7 +250,7 @@ def _spread(
     divisor_offset = float(unbiased if correction is None else correction)
 
     def finish(moments: torch.Tensor) -> torch.Tensor:
-        # As in torch, no degrees of freedom give NaN or infinity.
+        # As in torch, zero degrees of freedom give NaN or infinity.
         variance = moments[2] / (moments[0] - divisor_offset).clamp(min=0)
         value = variance.sqrt() if name == "std" else variance
         return value.reshape(shape).to(rows.dtype)

@@ -257,7 +257,7 @@ class UnevenDTensor(RowShardedDTensor):
         return shard_axes(self.placements, self._uneven_layout.num_model_axes)
 
     def shards_by_rank(self) -> list[int]:
-        """Return the shard of every rank of :attr:`shard_group`; without a group of this rank."""
+        """Return the shards of all ranks of :attr:`shard_group`; without it, this rank's alone."""
         if not self._shard_axes:
             return [0]
         # Ranks of the flat group are numbered along the last axis first, shards along the first.
@@ -282,7 +282,7 @@ class UnevenDTensor(RowShardedDTensor):
 
         Gathers over the data axes first, then over a model axis that cuts the tensor. Allocates the
         result, a part before that, and padded gather buffers. Differentiable, except with torch
-        2.11; the gradient of the whole must then be equal on all ranks.
+        2.11; in backward the gradient of the whole must be equal on all ranks.
         """
         is_watched = self.requires_grad and torch.is_grad_enabled() and not IS_DISPATCH_BYPASSED
         return _Whole.apply(self) if is_watched else self._gathered()

@@ -78,7 +78,7 @@ class StepRecorder(ByteLedger):
         self._add(MEMORY, category.value)
 
     def _add(self, kind: str, label: str) -> None:
-        # Not always: a step of hundreds of microbatches would have a hundred thousand moments.
+        # Not always recording: hundreds of microbatches would have a hundred thousand moments.
         if self.is_recording:
             live = tuple(self.live.values())
             self.moments.append(Moment(kind, label, live, self.microbatch))

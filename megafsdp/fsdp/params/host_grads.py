@@ -42,7 +42,7 @@ def make_reducer(
     Args:
         pairs: The sharded and the unsharded form of each parameter.
         buffers: Allocates the group's buffers.
-        rows: Where the sharded parameters' rows lie in a buffer.
+        rows: Finds the rows of the sharded parameters in a buffer.
         host: Memory of parameters that live on the host; None for the device.
         scale: Factor on the sum over ranks.
         defers: Whether reductions wait for the last microbatch.

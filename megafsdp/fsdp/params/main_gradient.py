@@ -145,7 +145,7 @@ class MainGradient:
         self._states = [_GradState.EMPTY] * len(parameters)
         # Set from prepare() until nothing is undecided: no published gradient owns the buffer yet.
         self._unpublished: DBuffer | None = None
-        self._views: list[torch.Tensor] = []  # Of the unpublished buffer.
+        self._views: list[torch.Tensor] = []  # Views of the unpublished buffer.
         self._wrappers: list[Callable[[torch.Tensor], DTensor]] = []  # Made with the first views.
         self._before: list[torch.Tensor | None] = []  # .grad as prepare() found it.
         self._optimizer_may_start = False

@@ -52,8 +52,8 @@ def _refresh_together(
     """Combine maxima over ranks, then encode.
 
     Args:
-        first: The process group over which all maxima are combined; empty if no other ranks are
-            needed.
+        first: A tuple of the process group over which all maxima are combined; empty if no other
+            ranks are needed.
         weights: The weights, by the process groups over which their maxima are combined in turn.
             All keys begin with ``first``.
         owner: A group with the device and the ledger for the maxima.

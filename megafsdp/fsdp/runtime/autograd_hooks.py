@@ -1,4 +1,4 @@
-"""The autograd hooks on a unit's inputs and outputs, at which its backward ends and begins.
+"""The autograd hooks on a unit's outputs and inputs, at which its backward begins and ends.
 
 Outputs carry a hook that begins the unit's backward. Inputs pass through an identity whose backward
 runs when their gradients, hence all of the unit's gradients, are complete. Both call the schedule,

@@ -102,7 +102,7 @@ class FSDPUnit:
             earlier ``unshard`` compares it.
         is_pinned: Whether it stays unsharded until ``summon_full_params`` ends.
         is_hidden: Whether no tensor was found in an output, so that no hook shows when backward
-            begins. The unit then stays unsharded until the backward ends that its gradients show.
+            begins. Its first gradient then shows that; it stays unsharded until that backward ends.
         post_optim_event: The event that the next forward's first gather waits for.
     """
 
