@@ -70,7 +70,7 @@ _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 # Reductions that torch combines over ranks at once.
 _REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-# Names of functions and methods, not of operators; only rule_function() reads these four (2.11).
+# Names of functions and methods; but for _ALIASES, only rule_function() (2.11) reads these sets.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
 _ALIASES = frozenset({"detach", "alias"})
 _EXTREMA = frozenset({"max", "min"})
