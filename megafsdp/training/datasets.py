@@ -34,10 +34,11 @@ class Datasets:
     """The samples that a run reads.
 
     Attributes:
-        train: Samples of at least the run's length.
+        train: At least as many samples as the run consumes.
         validation: Every held-out token once; None if nothing is to be held out.
         order: Everything that decides which training sample has which number, as plain values.
-        fingerprints: Of each token file by the option that names it; alike where its content is.
+        fingerprints: One for each token file, by the option that names it; equal contents have
+            equal fingerprints.
     """
 
     train: SampleSource
@@ -59,7 +60,7 @@ def build_datasets(
         config: The run.
         vocab_size: Rows of the model's embedding.
         tokenizer: Turns the run's tokens into text.
-        num_samples: Length of the run; None for that of a run of one batch size.
+        num_samples: Length of the run; None for that of a run whose batch size never changed.
 
     Raises:
         DataError: A file is missing or damaged, has too few tokens or none to train on, or tokens
@@ -99,7 +100,7 @@ def build_datasets(
             "lengths_sha256": [source.lengths_sha256 for source in train],
         },
         fingerprints=_fingerprints("data.train", train_parts)
-        # Of a split, what is held out lies in the same files.
+        # With data.split the held-out sequences lie in the same files.
         | ({} if data.split is not None else _fingerprints("data.validation", held_out)),
     )
 
@@ -135,7 +136,7 @@ def _parts(
 
 
 def _check_not_empty(part: _Part) -> None:
-    """Refuse a file without tokens to train on, which has no weight in a blend."""
+    """Refuse a file without tokens to train on: it would have no weight in a blend."""
     indexed, sequences = part
     if not _num_tokens(part):
         raise DataError(
@@ -189,7 +190,7 @@ def _check_tokenizer(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | 
 
 
 def _check_end_of_document(indexed: IndexedDataset, tokenizer: Tokenizer, spec: str | None) -> None:
-    """Refuse a file whose documents could not be told apart, by its first one."""
+    """Refuse a file whose first document does not end with the end-of-document token."""
     lengths, ends = indexed.sequence_lengths, indexed.document_boundaries[1:]
     last = next((int(end) - 1 for end in ends if end and lengths[end - 1]), None)
     if last is None:
@@ -206,9 +207,10 @@ def _check_end_of_document(indexed: IndexedDataset, tokenizer: Tokenizer, spec: 
 
 
 def _warn_of_other_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Warn where a record beside the files names another tokenizer, though its tokens fit.
+    """Warn if a record beside the files names another tokenizer, though its tokens fit.
 
-    Paths do not decide, as files may have moved: only bytes or a vocabulary of another size do.
+    Paths are not compared, as files may have moved. Another tokenizer is one with another
+    vocabulary size, or bytes in place of a file or the reverse.
     """
     spec, prefixes = config.tokenizer, [*config.data.train, *config.data.validation]
     records = {record: p for p in prefixes if (record := recorded_tokenizer(p)) is not None}

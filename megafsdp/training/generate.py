@@ -1,7 +1,7 @@
-"""Let the model of a run go on with a text: from its latest checkpoint, on any number of ranks.
+"""Continue a text with the model of a run: from its latest checkpoint, on any number of ranks.
 
-The model is built and divided anew, whatever its run was divided like; every token is one forward
-over the whole context (``megafsdp.models.sampling``). It is made to look at a model, not to serve
+The model is built and sharded anew, however its run was sharded; every token is one forward over
+the whole context (``megafsdp.models.sampling``). This is for looking at a model, not for serving
 one: for that, export the weights.
 """
 
@@ -36,7 +36,7 @@ class GenerateOptions:
         temperature: 0 takes the likeliest token.
         top_k: Draw from so many of the likeliest tokens; None for all.
         seed: Seed of the draws.
-        tokenizer: In place of the run's own; as for ``data.tokenizer``.
+        tokenizer: Replaces the run's own; given as for ``data.tokenizer``.
         device: cpu, cuda, or auto for CUDA where there is a GPU.
     """
 
@@ -52,9 +52,9 @@ class GenerateOptions:
 
 
 def generate(options: GenerateOptions) -> str:
-    """Return a prompt and the text that the model of a run goes on with.
+    """Return a prompt and its continuation by the model of a run.
 
-    Collective over the ranks that torchrun has started, or in one process.
+    Collective over the ranks that torchrun has started; also runs in one process.
 
     Raises:
         ConfigError: A number is out of its range, no run saved the checkpoint, or there is no
@@ -83,11 +83,11 @@ def generate(options: GenerateOptions) -> str:
             # Checkpoints have bf16 weights and their remainders in one fp32 tensor.
             precision = replace(precision, main_params_dtype="fp32")
         meshes = ParallelDims().build(world.device.type)
-        # Neither the run's degrees nor its compilation: only what its weights mean.
+        # The config found has only what the weights mean, not the run's degrees or compilation.
         as_stored = replace(config, precision=precision)
         model = build_sharded(as_stored, config.model.resolve(), world.device, meshes)
         checkpoint.load(directory, model=model)
-        # A run has seen positions as far as its samples go; a saved model may have seen all.
+        # A run has seen positions up to its sequence length; an imported model may have seen all.
         is_saved = config.model.from_hf is not None
         longest = config.model.resolve().max_sequence_length
         request = TextRequest(

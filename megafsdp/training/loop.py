@@ -59,7 +59,7 @@ from megafsdp.training.step.update import StatisticsRequest
 
 StepObserver = Callable[[int, StepResult], None]
 
-# Machines may have the same files in folders of other names.
+# Machines may keep the same files in folders of different names.
 _MAY_DIFFER = (
     *("run.directory", "data.train", "data.validation", "data.cache", "data.tokenizer"),
     "model.from_hf",
@@ -97,14 +97,14 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
         on_step: Called on every rank after each step with its number and result.
 
     Returns:
-        How it ended, alike on all ranks.
+        How the run ended; the same on all ranks.
 
     Raises:
         ConfigError: The configuration cannot be run as written, or another job runs in its folders.
         DataError: A data file is missing, damaged, does not fit the model, or is not the same on
             all ranks.
-        CheckpointError: The latest checkpoint is damaged or of another model, their folder cannot
-            be written, or a save failed.
+        CheckpointError: The latest checkpoint is damaged or of another model, the folder of
+            checkpoints cannot be written, or a save failed.
         RuntimeError: A loss is not finite; see ``train.nan_policy``. The step before it is saved.
     """
     config = config.with_filled_model()
@@ -123,19 +123,20 @@ def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
             try:
                 return run.train()
             finally:
-                # Its collectives need the process groups, which end with the outer block.
+                # Saves in the background need the process groups, which the outer block ends.
                 checkpoint.wait_for_saves()
                 run.profiler.close()
                 run.report.close()
 
 
 def _require_same_config(config: Config) -> None:
-    """Check that all ranks have one configuration, but for folders; collective over all ranks.
+    """Check that all ranks have the same configuration, folders aside; collective over all ranks.
 
-    Ranks that differ in a degree or in what evens experts would wait for each other for ever.
+    Ranks that differ in a parallel degree or in how experts are balanced would wait for each other
+    forever.
 
     Raises:
-        ConfigError: They have not; on all ranks.
+        ConfigError: They differ; on all ranks.
     """
     found = _first_difference(config.to_dict(), may_differ=_MAY_DIFFER)
     if found is not None:
@@ -150,13 +151,13 @@ def _require_same_config(config: Config) -> None:
 
 
 def _require_same_data(fingerprints: Mapping[str, str]) -> None:
-    """Check that files of one option have one content on all ranks; collective over all ranks.
+    """Check that the files of an option have the same content on all ranks; collective.
 
-    Else each rank would train on an order of its own, or wait for others that have more to
+    Otherwise each rank would train in an order of its own, or wait for ranks that have more to
     evaluate.
 
     Raises:
-        DataError: They have not; on all ranks.
+        DataError: They differ; on all ranks.
     """
     found = _first_difference(fingerprints)
     if found is not None:
@@ -171,7 +172,7 @@ def _require_same_data(fingerprints: Mapping[str, str]) -> None:
 
 
 def _first_difference(own: Mapping[str, object], *, may_differ: Collection[str] = ()) -> str | None:
-    """Return in what the first rank that differs from rank 0 does, or None; collective."""
+    """Return how the first rank unlike rank 0 differs from it, or None; collective."""
     changed = differences(broadcast_object(own), own)
     changed = [line for line in changed if line.partition(":")[0] not in may_differ]
     for rank, lines in enumerate(all_gather_objects(changed)):
@@ -181,9 +182,9 @@ def _first_difference(own: Mapping[str, object], *, may_differ: Collection[str] 
 
 
 def _threads_on_host(config: Config, world: World) -> AbstractContextManager[None]:
-    """Return a context with the threads that parameters on the host are stepped by, if any are.
+    """Return a context that sets torch's threads, if parameters are stepped on the host.
 
-    Optimizers, norms and sums there take torch's threads, of which torchrun leaves a rank one.
+    Optimizers, norms and sums on the host use torch's threads; torchrun leaves a rank only one.
     """
     if not config.parallel.offload_parameters:
         return nullcontext()
@@ -200,7 +201,7 @@ def _seed_all(seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _RunData:
-    """What a run reads: its batches, those held out, and the tokenizer of their text."""
+    """What a run reads: training batches, held-out batches, and the tokenizer of their text."""
 
     train: Loader
     held_out: Loader | None
@@ -217,13 +218,13 @@ class _Run:
         self.config, self.world, self.stop = config, world, stop
         self.on_step = on_step
         meshes = config.parallel.dims().build(world.device.type)
-        # Ranks that share a layer out must draw alike.
+        # Ranks that share out a layer must draw the same numbers.
         _seed_all(config.run.seed + meshes.data_rank)
         stored = find_stored(config)
         self.state = RunState() if stored is None else stored.state
         step, consumed_samples = self.state.step, self.state.consumed_samples
         num_left = config.num_steps_left(step=step, consumed_samples=consumed_samples)
-        # Steps before a resume may have had another batch.
+        # Steps before a resume may have had another batch size.
         num_samples = consumed_samples + num_left * config.train.global_batch_size
         if num_left and (stored is None or not config.schedule.from_checkpoint):
             validate_schedule(config, num_samples=num_samples)
@@ -247,7 +248,7 @@ class _Run:
             scaler=self.targets.loss_scaler,
         )
         self.train_step.num_skips_in_a_row = self.state.num_skips_in_a_row
-        # The step whose numbers were not read yet, and whether it is logged.
+        # The step whose numbers are not read yet, and whether it is logged.
         self.queued: tuple[QueuedStep, bool] | None = None
         self.evaluation: EvaluationResult | None = None
         self.meter = Meter(
@@ -340,9 +341,9 @@ class _Run:
             self._settle()
 
     def _begin_backward(self) -> None:
-        """Settle the step before: which learning rate comes next depends on whether it was skipped.
+        """Settle the previous step: the next learning rate depends on whether it was skipped.
 
-        The weights still are those of that step, so it is saved and reported as it stands.
+        The weights are still those of that step, so it can be saved and reported as it is.
         """
         self._settle(is_last=False)
         state = self.state
@@ -415,11 +416,11 @@ def _is_due(interval_steps: int | None, step: int) -> bool:
 def _read_data(
     config: Config, model_config: ModelConfig, num_samples: int, world: World, meshes: Meshes
 ) -> _RunData:
-    """Open data and tokenizer; collective, as every rank raises if any cannot.
+    """Open data and tokenizer; collective: every rank raises if any of them cannot.
 
     Raises:
         ConfigError, DataError: This rank cannot read them, or the ranks' files differ.
-        RuntimeError: Another rank cannot.
+        RuntimeError: Another rank cannot read them.
     """
 
     def loader(
@@ -460,7 +461,7 @@ def _read_data(
 
 
 def _restorable(config: Config, model: torch.nn.Module, *, num_samples: int) -> Restorable:
-    """Build what a checkpoint fills beside the model: optimizer, schedule and loss scaler."""
+    """Build what a checkpoint fills besides the model: optimizer, schedule and loss scaler."""
     optimizer = build_optimizer(model, config.optimizer, config.muon)
     schedule = Schedule.of(config, num_samples=num_samples)
     follows_checkpoint = config.schedule.from_checkpoint

@@ -34,14 +34,14 @@ class Report:
     """Report where a run stands, on the first rank only.
 
     The constructor is collective: it writes the run's config.yaml and opens the trackers, and every
-    rank raises if the first cannot. Later a line or a row that cannot be written is left out, with
-    one warning, and the run goes on.
+    rank raises if the first cannot. After that, a line or a row that cannot be written is dropped
+    with one warning, and the run goes on.
 
     Args:
         config: The run.
         world: Its processes.
         meter: Times the steps.
-        state: Where the run stands, read at each row; its wandb_id is set.
+        state: Where the run stands, read at each row; the constructor sets its wandb_id.
     """
 
     def __init__(self, config: Config, world: World, *, meter: Meter, state: RunState) -> None:
@@ -58,7 +58,7 @@ class Report:
         raise_together(error)
         if self._trackers is not None:
             state.wandb_id = self._trackers.wandb_id
-            # Pauses between jobs are left out.
+            # The elapsed time leaves out pauses between jobs.
             self._started_s -= self._trackers.elapsed_s
 
     def _open(self) -> Trackers:
@@ -70,7 +70,7 @@ class Report:
             return Trackers(self._config, last_step=step, wandb_id=wandb_id)
         except OSError as error:
             if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
-                raise  # Of a tracker's service.
+                raise  # An error of a tracker's service.
             what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
             where = f"the training configuration, run.directory '{folder}'"
             hint = "Make room on its disk, or make it a folder that this user may write to"
@@ -88,14 +88,14 @@ class Report:
         try:
             print(line, flush=True)
         except (OSError, ValueError) as error:
-            # ValueError: a closed stream, or characters that its encoding has not.
+            # ValueError: a closed stream, or characters that its encoding lacks.
             if not self._is_output_lost:
                 self._is_output_lost = True
                 _LOGGER.warning("lines are lost: %s: %s", type(error).__name__, error)
 
     @property
     def _too_short(self) -> str:
-        """Say that a run was made for less than its checkpoint has; empty if it was not."""
+        """Return a note if the run asks for less than its checkpoint has already; else empty."""
         train, state = self._config.train, self._state
         for name, wanted, done in (
             ("steps", train.steps, state.step),
@@ -138,7 +138,7 @@ class Report:
         )
 
     def _now(self) -> dict[str, float]:
-        """Return the time of a row or an event: of the clock, and since the run began."""
+        """Return the time of a row or an event: wall clock, and seconds since the run began."""
         return {"time": time.time(), "elapsed_s": time.perf_counter() - self._started_s}
 
     def _log_event(self, event: Event, step: int, **values: object) -> None:
@@ -146,7 +146,7 @@ class Report:
             self._trackers.log_event(event, {"step": step, **self._now(), **values})
 
     def log_saved(self, step: int, times: SaveTimes) -> None:
-        """Print that a checkpoint is published, and log it with what it has cost."""
+        """Print that a checkpoint is published, and log it with its times."""
         self.print_line(f"saved step {step} in {self._config.checkpoint_directory}")
         self._log_event(Event.SAVED, step, stall_s=times.stall_s, save_s=times.save_s)
 
@@ -155,9 +155,9 @@ class Report:
         self._log_event(Event.SKIPPED, step)
 
     def log_text(self, text: str) -> None:
-        """Print what the model goes on with from the prompt, and log it.
+        """Print and log how the model continues the prompt.
 
-        Control characters are spelt out in print, as a terminal would obey them; the log has them.
+        Control characters are escaped in print, as a terminal would obey them; the log keeps them.
         """
         self.print_line(f"---- sample ----\n{escape_controls(text)}\n----------------")
         self._log_event(Event.TEXT, self._state.step, text=text)

@@ -1,9 +1,9 @@
 """Save a run in checkpoints, with its position and configuration, and resume it from them.
 
 A position is a number of consumed samples, so any number of ranks can resume: the same global
-batches follow. Where configuration and checkpoint differ the configuration holds, and the log
-lists the differences. The format of checkpoints is in ``megafsdp.checkpoint``; when to save is in
-``megafsdp.training.loop``.
+batches follow. Where configuration and checkpoint differ, the configuration wins and the log
+lists the differences. The format of checkpoints is in ``megafsdp.checkpoint``; when to save is
+decided in ``megafsdp.training.loop``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunState:
         consumed_tokens: Tokens of these samples, whatever their length was.
         evaluated_step: Step of the last evaluation; -1 before the first.
         num_skipped: Steps skipped since the run began.
-        num_skips_in_a_row: Steps skipped since the last one that was taken, but for overflows that
+        num_skips_in_a_row: Steps skipped since the last one that was taken, without overflows that
             a smaller loss scale may avoid.
         skipped_samples: Samples of skipped steps, which the learning rate does not count.
         wandb_id: Identity of the run in W&B; None without it.
@@ -68,13 +68,13 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """What a checkpoint stores of its run.
+    """What a checkpoint stores about its run.
 
     Attributes:
-        step: The checkpoint's.
+        step: Step of the checkpoint.
         state: Position and counters; the resumed run changes them.
-        config: Its configuration as plain values; empty if it is not known.
-        order: What decided its order of samples; empty if it is not known.
+        config: Configuration of the run as plain values; empty if it is not known.
+        order: What decided the order of samples; empty if it is not known.
         has_groups: Whether the checkpoint has the optimizer's parameter groups.
     """
 
@@ -101,8 +101,8 @@ class SaveTimes:
 
     Attributes:
         stall_s: How long the training waits for it.
-        save_s: From its begin to its publication. The publication of a background save is seen
-            after a step, or where it is waited for.
+        save_s: Time from its begin to its publication. The publication of a background save is
+            noticed after a step, or when the run waits for it.
     """
 
     stall_s: float = 0.0
@@ -139,10 +139,10 @@ class Saver:
         self._begun_s, self._stall_s = 0.0, 0.0
 
     def save(self) -> None:
-        """Save the state unless it is saved, or begin to; collective over all ranks.
+        """Save the state, or begin to, unless it is saved already; collective over all ranks.
 
         Raises:
-            CheckpointError: It could not be written, or a save before it; on all ranks.
+            CheckpointError: This save or the one before it failed; on all ranks.
         """
         if self._state.step != self._saved_step:
             self.wait()
@@ -159,14 +159,14 @@ class Saver:
             if step != self._saved_step:
                 self._begin(in_background=False)
         except CheckpointError as failure:
-            # The run ends by the error that came first.
+            # The run ends with the error that came first.
             return f"A save failed as well: {failure}"
         if not step:
             return "No step came before it."
         return f"Step {step}, the one before, is saved in '{self._config.checkpoint_directory}'."
 
     def poll(self) -> None:
-        """Report a background save that is complete; its failure waits until all ranks ask."""
+        """Report a background save that is complete; a failure is raised when all ranks wait."""
         if self._pending is not None and self._pending.published is not None:
             self.wait()
 
@@ -222,13 +222,13 @@ def require_writable(config: Config) -> None:
     """Make the folder of checkpoints and check that files can be made there; collective.
 
     Raises:
-        CheckpointError: The first rank cannot; on all ranks.
+        CheckpointError: The first rank cannot make them; on all ranks.
     """
     folder = config.checkpoint_directory
 
     def write() -> bool:
         try:
-            # Of the names that the next save removes, should this process end in between.
+            # A name that the next save removes, should this process end before it does.
             name = temporary_name(TRACKER_FILE)
             if isinstance(folder, Path):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def require_writable(config: Config) -> None:
 
 
 def find_stored(config: Config) -> StoredRun | None:
-    """Read what the latest checkpoint stores of its run; collective over all ranks.
+    """Read what the latest checkpoint stores about its run; collective over all ranks.
 
     Args:
         config: The run.
@@ -259,9 +259,9 @@ def find_stored(config: Config) -> StoredRun | None:
         What a resumed run needs before it builds anything; None if there is no checkpoint.
 
     Raises:
-        ConfigError: There are checkpoints and checkpoint.resume is false, or the latest
-            is not of a training run; or the run's folder is itself one of checkpoints.
-        CheckpointError: The latest cannot be read.
+        ConfigError: There are checkpoints and checkpoint.resume is false, or the latest was not
+            saved by a training run; or the run's folder is itself a folder of checkpoints.
+        CheckpointError: The latest checkpoint cannot be read.
     """
     folder = config.checkpoint_directory
     # The first rank decides: others may not see yet what it sees on a shared file system.
@@ -294,7 +294,7 @@ def find_stored(config: Config) -> StoredRun | None:
     stored_config = _mapping(extra.get("config"))
     restored = RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state})
     if "consumed_tokens" not in state:
-        # Checkpoints of older versions count samples alone.
+        # Checkpoints of older versions only count samples.
         length = _mapping(stored_config.get("data")).get("sequence_length", 0)
         restored.consumed_tokens = restored.consumed_samples * length
     return StoredRun(
@@ -318,7 +318,7 @@ def _read_latest(folder: Location) -> tuple[int, dict[str, object], bool] | None
 
 
 def _require_none(step: int | None, folder: Path) -> None:
-    """Refuse to begin anew where checkpoints lie in the folder of the run itself."""
+    """Refuse to begin a new run if checkpoints lie in the run's folder itself."""
     if step is None:
         return
     raise ConfigError(
@@ -357,9 +357,9 @@ def restore(
         optimizer=targets.optimizer,
         lr_scheduler=targets.learning_rate,
         loss_scaler=targets.loss_scaler,
-        # States belong to parameters, however these are grouped.
+        # States belong to parameters, whichever groups these are in.
         ignore=[GROUPS_KEY] if _is_grouped_anew(config, stored) else [],
-        # A run that goes on in fp16 from another dtype begins with the first scale.
+        # A run that changes to fp16 begins with the initial loss scale.
         allow_missing=["loss_scaler"],
         hint=_mismatch_hint(config, stored),
     )
@@ -384,8 +384,8 @@ def _mismatch_hint(config: Config, stored: StoredRun) -> str:
 def _is_grouped_anew(config: Config, stored: StoredRun) -> bool:
     """Return whether the states fit, and only the grouping of parameters differs.
 
-    Where the kind of optimizer changes, or which parameters Muon steps, the states do not fit, and
-    the load refuses them by the groups' options.
+    If the kind of optimizer or the set of parameters that Muon steps changes, the states do not
+    fit; the load then refuses them by the groups' options.
     """
     before, after = stored.config.get("optimizer"), config.to_dict()["optimizer"]
     if not isinstance(before, Mapping) or not stored.has_groups:
@@ -405,9 +405,9 @@ def _grouping(section: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _in_shares(order: Mapping[str, object]) -> dict[str, object]:
-    """Return an order with its weights as shares of one, whatever their sum was."""
+    """Return an order with its weights divided by their sum."""
     weights = order.get("weights")
-    # Checkpoints of older versions may say none.
+    # Checkpoints of older versions may have no weights.
     shares = shares_of(weights).tolist() if isinstance(weights, list) else None
     return {**order, "weights": shares}
 
@@ -416,7 +416,7 @@ def _report_differences(config: Config, order: Mapping[str, object], stored: Sto
     if stored.config:
         for line in differences(stored.config, config.to_dict()):
             _LOGGER.info("differs from the checkpoint: %s", line)
-    # Checkpoints of older versions say less of the order.
+    # Checkpoints of older versions record less of the order.
     known = {name: value for name, value in order.items() if name in stored.order}
     if stored.order and (changed := differences(_in_shares(stored.order), _in_shares(known))):
         _LOGGER.warning(

@@ -16,7 +16,7 @@ from megafsdp.training.config.sections import Config
 from megafsdp.training.metrics.tracker import CONFIG_FILE
 
 _CHECKPOINTS = "checkpoints"
-# What says which model a run has trained, how it is stored, and how its text becomes tokens.
+# The sections that say which model a run trained, how it is stored, and how text becomes tokens.
 _SECTIONS = ("model", "precision", "optimizer", "data")
 
 
@@ -24,8 +24,8 @@ def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
     """Return the save root of a run; any other folder comes back as it is.
 
     Args:
-        directory: A run's folder, by its config.yaml; or a save root, or one checkpoint's own, on
-            the machine or in a store.
+        directory: A run's folder, recognized by its config.yaml; or a save root or the folder of
+            one checkpoint, on this machine or in a store.
 
     Raises:
         CheckpointError: The run has no checkpoint yet.
@@ -46,13 +46,13 @@ def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
 
 
 def root_to_publish_in(directory: str | os.PathLike[str]) -> Location:
-    """Return a save root that a tool is to publish a checkpoint in, if it is no run's folder.
+    """Return the save root that a tool publishes a checkpoint in; refuse a run's folder.
 
     Args:
         directory: The save root, which need not exist.
 
     Raises:
-        CheckpointError: It is a run's folder, whose checkpoints the run has elsewhere.
+        CheckpointError: It is the folder of a run that has its checkpoints elsewhere.
         ConfigError: Its config.yaml cannot be read.
     """
     folder = location_of(directory)
@@ -77,7 +77,7 @@ def _root_of_run(folder: Path) -> Location:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         section = values.get("checkpoint") or {}
-        # Set apart, they are where the run was started from; else they moved with the folder.
+        # A configured path is relative to where the run started; the default moves with the folder.
         return location_of(section.get("directory") or folder / _CHECKPOINTS)
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         what, hint = "the configuration of a run in YAML", "Name the folder of the checkpoints"
@@ -87,7 +87,7 @@ def _root_of_run(folder: Path) -> Location:
 def config_in(extra: object) -> Config | None:
     """Return what a checkpoint's ``extra`` says of its run's model, dtypes, optimizer and data.
 
-    Fields that this version has no longer are left out.
+    Fields that this version no longer has are left out.
 
     Returns:
         A configuration whose other sections are defaults; None if no run saved the checkpoint.

@@ -14,7 +14,7 @@ from megafsdp.parallel import parallelize
 from megafsdp.training.config.sections import Config
 
 _LOGGER = logging.getLogger("megafsdp.training")
-# Inductor writes products into buffers of its own, by operators that no choice can keep.
+# Inductor writes matrix products into its own buffers, by operators that no policy can save.
 _RECOMPUTES_PRODUCTS = ("inductor", "selective")
 
 
@@ -28,7 +28,7 @@ def build_sharded(
     Args:
         config: How the model is divided, compiled and initialised.
         model_config: What to build.
-        device: What it computes on.
+        device: Where it computes.
         meshes: The ranks.
     """
     with torch.device("meta"):
@@ -43,7 +43,7 @@ def build_sharded(
                 " them."
             )
         for layer in (module for module in model.modules() if isinstance(module, layers)):
-            # In place: the names of parameters stay. Hooks of units run outside of the graph.
+            # Compiling in place keeps the FQNs. Hooks of units run outside the graph.
             layer.compile(backend=config.compile.backend)
     fully_shard_model(
         model,

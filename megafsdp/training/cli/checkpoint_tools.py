@@ -1,8 +1,8 @@
 """The commands of ``megafsdp ckpt``: one parser and one call of a tool each.
 
 All run in one process without a GPU. Each prints text, or JSON with ``--json``; a progress bar goes
-to standard error, on a terminal only. What a tool does is in megafsdp/checkpoint; only what a run
-knows of its checkpoints, where they are and which model they have, is found here.
+to standard error, on a terminal only. The tools themselves are in megafsdp/checkpoint; this file
+adds what only the run knows: where its checkpoints are and which model they have.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megafsdp.training.run_folder import checkpoints_of, config_in, root_to_publ
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "keep": None}
 _DIRECTORY = "a run's folder, save root, or one checkpoint"
-# As of diff(1): 0 is equal, 1 is different.
+# As in diff(1): 0 is equal, 1 is different.
 _ODD_EXIT_CODE = 1
 
 
@@ -67,9 +67,10 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerFile:
-    """A tokenizers file, or the folder of one, that goes beside the model.
+    """A tokenizers file, or its folder, to copy beside the exported model.
 
-    What transformers has written beside it comes too: else documents would end with another token.
+    The configuration that transformers wrote beside it is copied too: without it documents would
+    end with another token.
 
     Raises:
         ConfigError: There is no such file.

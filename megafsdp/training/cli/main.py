@@ -1,8 +1,8 @@
 """The console entry ``megafsdp``: train, prep, generate, report, doctor, ckpt.
 
-Errors of the caller's configuration, data and checkpoints, and ranks that are missing, end as one
-message and a code that is not 0; other errors keep their traceback. Under torchrun the message also
-stands below "Root Cause".
+Errors in the caller's configuration, data and checkpoints, and missing ranks, end the process with
+one message and a nonzero code; other errors keep their traceback. Under torchrun the message also
+appears below "Root Cause".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _configure_logging()
     try:
-        # Success is None too, where a command has no code or leaves with 0.
+        # None means success too: the command has no code, or it exited with 0.
         return (record(_run) if is_recorded() else _run)(words) or 0
     except (ConfigError, NotImplementedError) as error:
         report_failure(describe(error))
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int | None:
     if words[:1] == ["train"]:
-        # Its options are those of the configuration, with a --help of their own.
+        # The options of train are the configuration's and have their own --help.
         _train(words[1:])
         return None
     options = _parser().parse_args(words)
-    # Tools that look for something return a code.
+    # Only tools that look for something return a code.
     return options.run(options)
 
 
@@ -188,10 +188,10 @@ def _doctor(options: argparse.Namespace) -> None:
 
 def _configure_logging() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # A message of all ranks is logged by the first one.
+    # Only the first rank logs what all ranks would log.
     is_first = _is_first()
     logging.getLogger("megafsdp").setLevel(logging.WARNING if is_first else logging.ERROR)
-    # What a recipe leaves unquantized is said by megafsdp.fsdp.
+    # megafsdp.fsdp logs which weights a recipe leaves unquantized.
     for name in ("megafsdp.training", "megafsdp.fsdp"):
         logging.getLogger(name).setLevel(logging.INFO if is_first else logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's blends of token files: weights and prefixes in turns, in one list or one string.
+"""Megatron-LM's blends of token files: weights and prefixes in turn, in one list or one string.
 
 ``0.3 a 0.7 b``, as ``--data-path`` has it, becomes prefixes ``[a, b]`` and weights ``[0.3, 0.7]``
 before the types of the configuration are checked. Nothing here opens a file.
@@ -14,17 +14,17 @@ from megafsdp.training.config.sections import require
 
 
 def words_of(train: object) -> object:
-    """Return the words of a string, numbers as numbers; anything else as it is."""
+    """Split a string into words, numbers as numbers; return anything else as it is."""
     return [_number_or_word(word) for word in train.split()] if isinstance(train, str) else train
 
 
 def separate_weights(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section ``data`` whose ``train`` has prefixes alone.
+    """Return the section ``data`` with the weights in ``train`` moved to ``weights``.
 
     Args:
-        data: The section as YAML or a command line has it. Numbers of a list are weights, text in
-            it is not, whatever it looks like; the words of a string are what they look like. What
-            is neither stays, for the check of types.
+        data: The section as YAML or a command line has it. In a list, numbers are weights and text
+            is a prefix, whatever it looks like; in a string, words that look like numbers are
+            weights. Anything else stays, for the check of types.
 
     Raises:
         ConfigError: Some prefixes have a weight before them and others have none, or there are

@@ -20,10 +20,10 @@ class DescribedValue:
     """One value of a section, or of a group of values in it.
 
     Attributes:
-        path: Its name as options have it, ``section.field``.
+        path: Its name as an option, ``section.field``.
         hint: Its type, bounds included.
-        default: What it is where it is not given.
-        description: What it means, out of the docstring of its section.
+        default: The value if none is given.
+        description: What it means, from the docstring of its section.
     """
 
     path: str
@@ -44,7 +44,7 @@ def summary_of(section: type) -> str:
 
 
 def values_of(prefix: str, section: type) -> Iterator[DescribedValue]:
-    """Yield the values of a section, those of a group of values after the group.
+    """Yield the values of a section; the values of a group follow the group.
 
     Args:
         prefix: The name of the section, or the path of the group.
@@ -61,7 +61,7 @@ def values_of(prefix: str, section: type) -> Iterator[DescribedValue]:
 
 
 def _descriptions(section: type) -> dict[str, str]:
-    """Return the description of each field of a section by its name, out of the docstring."""
+    """Return the description of each field of a section by its name, from the docstring."""
     text = inspect.cleandoc(section.__doc__ or "")
     found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", description) for name, description in found}

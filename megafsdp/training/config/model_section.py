@@ -22,8 +22,8 @@ class ModelSection:
 
     Attributes:
         preset: Name of a preset in megafsdp.models.presets.
-        from_hf: Folder that save_pretrained() of transformers wrote: its model in place of a
-            preset, the weights that a new run begins with, and the tokenizer.
+        from_hf: Folder that save_pretrained() of transformers wrote. It gives the model, in place
+            of a preset, the weights that a new run begins with, and the tokenizer.
         architecture: The kind of block.
         num_layers: Number of transformer layers.
         hidden_size: Width of the residual stream.
@@ -38,19 +38,20 @@ class ModelSection:
         tie_embeddings: Whether the output layer's weight is the word embedding's.
         init_std: Standard deviation of the initial weights.
         num_experts: Routed experts of a layer.
-        num_experts_per_token: Experts that each token passes.
+        num_experts_per_token: Experts that each token goes to.
         moe_ffn_hidden_size: Inner width of one expert.
-        shared_expert_ffn_hidden_size: Inner width of the expert that all tokens pass; 0 for none.
+        shared_expert_ffn_hidden_size: Inner width of the expert that all tokens go to; 0 for none.
         norm_topk_prob: Whether the weights of a token's experts are divided by their sum.
-        router_balance: What evens the experts' loads: none, aux_loss (a loss beside the model's) or
-            bias (added to the scores where experts are chosen, and moved by each step).
+        router_balance: What balances the experts' loads: none, aux_loss (a loss added to the
+            model's) or bias (added to the scores that experts are chosen by, and moved by each
+            step).
         router_aux_loss_coefficient: Factor of that loss.
         router_bias_update_rate: How far a step moves the bias.
         layer_types: linear_attention or full_attention for each layer of qwen3_next.
         linear_num_key_heads: Query and key heads of linear attention.
-        linear_num_value_heads: Its value heads, a multiple of the key heads.
-        linear_key_head_dim: Width of one of its query or key heads.
-        linear_value_head_dim: Width of one of its value heads.
+        linear_num_value_heads: Value heads of linear attention, a multiple of its key heads.
+        linear_key_head_dim: Width of one query or key head of linear attention.
+        linear_value_head_dim: Width of one value head of linear attention.
         linear_conv_kernel: Tokens that its convolution sees, the current one included.
         rotary_fraction: Part of each head, from its start, that positions rotate.
     """
@@ -97,8 +98,8 @@ class ModelSection:
         The folder of ``from_hf`` is not read where every value is given; see :meth:`filled`.
 
         Raises:
-            ConfigError: There is no such preset or folder, its model is none that we have, or the
-                values do not make a model.
+            ConfigError: There is no such preset or folder, its model is not one that we have, or
+                the values do not make a model.
         """
         given = {f.name: getattr(self, f.name) for f in fields(ModelConfig)}
         if self.layer_types is not None:
@@ -109,7 +110,7 @@ class ModelSection:
         return replace(self._origin(), **overrides)
 
     def filled(self) -> ModelSection:
-        """Return the same model with every value given, which needs neither preset nor folder.
+        """Return the same model with every value given, so that it needs no preset and no folder.
 
         Raises:
             ConfigError: As :meth:`resolve`.
@@ -142,7 +143,7 @@ def _read_saved_config(folder: Path) -> ModelConfig:
     """Return the model that the ``config.json`` of a folder describes; local.
 
     Raises:
-        ConfigError: There is no such file, or its model is none that we have.
+        ConfigError: There is no such file, or its model is not one that we have.
     """
     path = folder / _CONFIG_FILE
     try:

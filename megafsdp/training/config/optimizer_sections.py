@@ -42,21 +42,21 @@ class OptimizerSection:
         decay_vectors: Decay parameters of one dimension too (norms, biases).
         implementation: megafsdp steps flat buffers in one pass that unscales and clips too (adamw,
             adam) or divides matrices among ranks (muon); fused, foreach and loop are torch's forms
-            of adamw, adam and sgd. Null takes megafsdp, and foreach for sgd, whose fused form takes
+            of adamw, adam and sgd. Null takes megafsdp, or foreach for sgd. Fused sgd supports
             neither the strategy no_shard nor, on a CPU, bf16 main weights.
         exp_avg_dtype: First moment of adamw and adam by megafsdp. fp16 and fp8 have a scale for
             each block of 128 elements; one-dimensional parameters keep fp32 then.
         exp_avg_sq_dtype: Second moment, likewise.
-        store_param_remainders: Keep what bf16 main weights lack of fp32 in 16 bits beside them; for
-            adamw and adam by megafsdp, with precision.main_params_dtype bf16.
+        store_param_remainders: Keep the 16 bits that bf16 main weights lack of fp32 beside them;
+            for adamw and adam by megafsdp, with precision.main_params_dtype bf16.
         clip_norm: Largest norm of all gradients; null does not clip.
         offload_fraction: The part of main weights and moments that lives on the host and is stepped
             there, from 0 to 1, or auto; for adamw by megafsdp with fp32 states and main weights.
-        offload_overlap: Whether the host's part runs beside backward and the next forward.
-        host_threads: Threads of the part on the host, here or by parallel.offload_parameters; null
-            takes the rank's share of the machine's cores, and torch's number for a model on a CPU.
+        offload_overlap: Whether the host's part is stepped during backward and the next forward.
+        host_threads: Threads that step on the host, also for parallel.offload_parameters; null
+            takes the rank's share of the machine's cores, or torch's number for a model on a CPU.
         speculate: Whether the host steps before the norm is known, which takes 12 more bytes a
-            parameter there; auto does while few steps are clipped.
+            parameter there; auto does so while few steps are clipped.
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
@@ -103,8 +103,8 @@ class MuonSection:
     """What only Muon takes; it shares lr, weight_decay, betas and eps with its AdamW.
 
     Attributes:
-        adamw: Patterns (``fnmatch``) of names of matrices that AdamW steps; those of embeddings, of
-            the output layer and of short convolutions should be here. Vectors are AdamW's anyway.
+        adamw: Patterns (``fnmatch``) of names of matrices that AdamW steps: embeddings, the output
+            layer and short convolutions should be among them. AdamW steps vectors anyway.
         momentum: Weight of the old momentum in the average.
         nesterov: Orthogonalise the average of gradient and momentum, not the momentum.
         ns_steps: Newton-Schulz steps.
@@ -114,8 +114,8 @@ class MuonSection:
         adjust_lr: How the learning rate follows a matrix's shape. match_rms_adamw gives updates the
             size of AdamW's, so that one learning rate serves both; original is
             ``sqrt(max(1, rows / columns))``.
-        split_fused: Which matrices a fused parameter (query, key and value; gate and up) is: one
-            for each part, one for each part of each group (of heads), or one.
+        split_fused: How a fused parameter (query, key and value; gate and up) is cut into matrices:
+            one for each part, one for each part of each group (of heads), or one.
         bucket_numel: Elements of the matrices that a rank orthogonalises in one round.
     """
 
@@ -134,13 +134,13 @@ class MuonSection:
 
 @dataclass(frozen=True)
 class LossScaleSection:
-    """The loss scale of precision.param_dtype fp16, by Megatron-LM's rule; else nothing is scaled.
+    """The loss scale by Megatron-LM's rule; only for precision.param_dtype fp16.
 
     Steps whose gradients overflow are skipped on all ranks and do not advance the schedule.
 
     Attributes:
         initial: The first scale.
-        minimum: Backing off stops here; overflows at this scale count for train.max_skips.
+        minimum: The smallest scale; overflows at this scale count for train.max_skips.
         window: Finite steps in a row before the scale doubles.
         hysteresis: Overflows since the scale last grew before it halves.
         constant: A scale that never moves, instead of all of the above; null for a dynamic one.

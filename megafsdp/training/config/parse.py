@@ -1,9 +1,9 @@
-"""From YAML files and command lines to a :class:`Config`, and back to YAML.
+"""Read a :class:`Config` from YAML files and command lines, and write it as YAML.
 
 pydantic checks each value alone, by the types and bounds of the sections; the options of the
-command line and their help are the sections' fields and docstrings. Here are what YAML and pydantic
-lack: numbers such as ``1e3``, keys that stand twice, and the known names nearest to an unknown one.
-Checks across values are in ``megafsdp.training.config.validate``.
+command line and their help are the sections' fields and docstrings. This file adds what YAML and
+pydantic lack: numbers such as ``1e3``, errors for repeated keys, and the known names nearest to an
+unknown one. Checks across values are in ``megafsdp.training.config.validate``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COMMAND_LINE = "the command line"
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuse a key that stands twice, of which YAML would take the last."""
+    """Refuse repeated keys, where YAML would take the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -70,9 +70,9 @@ class _Dumper(yaml.SafeDumper):
     """Quote text that :class:`_Loader` reads as a number."""
 
 
-# PyYAML reads 1e3 as text. A date is text here, as no field is one.
+# PyYAML reads 1e3 as text. A date stays text, as no field is a date.
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
-# PyYAML reads 010 as 8, 1:30 as 90 and 0x10 as 16. Here they are text, which no number may be.
+# PyYAML reads 010 as 8, 1:30 as 90 and 0x10 as 16. Here they stay text, which number fields refuse.
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: _decimal(node.value))
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
@@ -85,7 +85,7 @@ for _kind in (_Loader, _Dumper):
 def parse_config(arguments: Sequence[str]) -> Config:
     """Read a configuration from a command line; local.
 
-    ``--config FILE`` reads YAML, ``--section.field value`` overrides it, wherever the two stand;
+    ``--config FILE`` reads YAML and ``--section.field value`` overrides it, in any order;
     ``--print-config`` prints the result as YAML and exits, ``--help`` lists the sections, and
     ``--help SECTION`` the values of one.
 
@@ -125,7 +125,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
 
 
 def _override(values: dict[str, Any], option: str, value: object) -> None:
-    """Set a value by its option, or add to it where the option ends in a plus."""
+    """Set the value of an option, or add to it if the option ends in a plus."""
     *parents, name = option.strip("-+").split(".")
     into = values
     for parent in parents:
@@ -266,7 +266,7 @@ def _read_file(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _checked(values: object, where: str) -> Config:
-    """Return the configuration of nested dicts, each value by itself within its bounds."""
+    """Return the configuration of nested dicts, with each value checked alone."""
     if isinstance(values, Mapping) and isinstance(data := values.get("data"), Mapping):
         values = {**values, "data": separate_weights(data)}
     try:
@@ -282,8 +282,8 @@ def _checked(values: object, where: str) -> Config:
 
 
 def _wrong_type(values: object, place: Sequence[object], where: str) -> ConfigError:
-    """Return the error of a value that is not of its type, with the whole value of its field."""
-    # Parts of a list, and each type that a value may be of, are places of their own.
+    """Return the error for a value of the wrong type, with the whole value of its field."""
+    # The place may go on into the field: to an item of a list, or to one type of a union.
     hints = {value.path: value.hint for value in _all_values()}
     names: list[str] = []
     for part in place:
@@ -309,7 +309,7 @@ def _adapter() -> TypeAdapter[Config]:
 
 
 def _unknown(name: str, where: str, names: Collection[str] | None = None) -> ConfigError:
-    # The last part alone finds a right name in the wrong section.
+    # Comparing the last part alone finds a right name in the wrong section.
     known = sorted([*_known_names(), *(field.name for field in fields(Config))])
     known = known if names is None else sorted(names)
     last = {k: k.rpartition(".")[2] for k in known}
@@ -321,7 +321,7 @@ def _unknown(name: str, where: str, names: Collection[str] | None = None) -> Con
 
 
 def _section(name: str) -> ConfigError:
-    """Return the error of a section that was given as if it were one value."""
+    """Return the error for a section that was given as if it were one value."""
     field = next(known for known in _known_names() if known.startswith(f"{name}."))
     hint = f"Give one of its fields, such as --{field}; megafsdp train --help {name} lists them"
     what = "a field of a section"

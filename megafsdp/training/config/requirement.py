@@ -9,7 +9,7 @@ def require(is_sound: bool, path: str, what: str, got: object, hint: str) -> Non
     """Check a value of the configuration.
 
     Args:
-        is_sound: Whether it can be used.
+        is_sound: Whether the value can be used.
         path: Its ``section.field``.
         what: What it must be.
         got: What it is.

@@ -42,25 +42,25 @@ class ParallelSection:
     Attributes:
         dp_outer: Replicas of the sharded group.
         dp_shard: Ranks that divide parameters; -1 takes what is left.
-        cp: Context parallel degree: ranks that share every sequence out, inside attention too, and
-            read the same samples; they divide parameters as those of dp_shard do. tp x cp must
+        cp: Context parallel degree: ranks that share out every sequence, inside attention too, and
+            read the same samples; they divide parameters as ranks of dp_shard do. tp x cp must
             divide the key heads of linear attention.
-        tp: Tensor parallel degree: neighbouring ranks that share each layer out and read the same
+        tp: Tensor parallel degree: neighbouring ranks that share out each layer and read the same
             samples; a divisor of the model's query groups, MLP width and vocabulary.
-        ep: Expert parallel degree: neighbouring ranks, those of tp first, that share each layer's
-            experts out; a divisor of the model's experts and of dp_shard x cp x tp.
-        strategy: What is divided: nothing, optimizer states, and gradients, and parameters.
+        ep: Expert parallel degree: neighbouring ranks, those of tp first, that share out each
+            layer's experts; a divisor of the model's experts and of dp_shard x cp x tp.
+        strategy: What is divided: nothing, optimizer states, also gradients, or also parameters.
         outer_strategy: What is divided over dp_outer: nothing (HSDP), or optimizer states (HFSDP),
             which needs dp_outer above 1 and strategy optim_grads_params.
         prefetch: Units gathered ahead of the running one.
         reshard_after_forward: Free gathered parameters between forward and backward; null frees all
-            but those needed again at once; a divisor of dp_shard x cp leaves them divided among
+            but those needed again at once; a divisor of dp_shard x cp keeps them divided among
             that many neighbours.
-        nccl_user_buffers: Gather into memory that is registered with NCCL, which needs no copy
-            then; a few units' bytes stay allocated. Only for strategy optim_grads_params; ignored
+        nccl_user_buffers: Gather into memory that is registered with NCCL, which then needs no
+            copy; a few units' bytes stay allocated. Only for strategy optim_grads_params; ignored
             with a warning on CPU.
         offload_parameters: Keep main weights, gradients and optimizer states on the host and step
-            there; unlike optimizer.offload_fraction for any optimizer, and without overlap.
+            there. Unlike optimizer.offload_fraction it takes any optimizer, but does not overlap.
     """
 
     dp_outer: int = 1
@@ -99,14 +99,14 @@ class PrecisionSection:
         reduce_dtype: The sum of gradients over ranks.
         main_params_dtype: Main weights, which the optimizer steps on, and its states.
         main_grads_dtype: Gradients that the optimizer sees; null for main_params_dtype, which
-            torch's adamw and adam, and its fused sgd need.
+            torch's adamw, adam and fused sgd require.
         keep_fp32: What computes in fp32: names of parameters, of modules or of their classes, or
             patterns (``fnmatch``), each of which must match something.
         recipe: Quantize the weights of linear layers and experts; null gathers and computes in
             param_dtype.
         keep_unquantized: Weights that the recipe leaves alone, by names like those of keep_fp32.
         quantize_activations: Whether inputs and gradients of linear layers are quantized as the
-            recipe says; false gathers codes and computes with what they stand for.
+            recipe says; false gathers codes but computes with the values that they stand for.
     """
 
     param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -137,8 +137,9 @@ class ActivationCheckpointingSection:
     """What backward recomputes instead of saving it; losses stay the same in every bit.
 
     Attributes:
-        mode: none saves all activations, full the input of a layer only, selective the outputs of
-            matrix products and attention too; of layers that inductor compiles, of attention alone.
+        mode: none saves all activations; full saves only each layer's input; selective also saves
+            the outputs of matrix products and attention (only of attention, in layers that inductor
+            compiles).
         every: Checkpoint layers 0, every, 2 * every and so on.
         use_reentrant: torch's older implementation, for full only.
     """
@@ -197,15 +198,15 @@ class DataSection:
 
     Attributes:
         train: Prefixes (paths without .bin and .idx) to train on; or Megatron-LM's blend, weights
-            and prefixes in turns, as a list or as one string such as "0.3 a 0.7 b".
-        weights: One weight a training prefix; null weighs by number of tokens.
+            and prefixes in turn, as a list or as one string such as "0.3 a 0.7 b".
+        weights: One weight for each training prefix; null weighs by number of tokens.
         validation: Prefixes to evaluate on, each read once from end to end.
         split: Instead of validation prefixes, shares of each training prefix, such as "99,1".
         tokenizer: "byte", the path of a tokenizers JSON file or its folder, or "auto" for that of
             model.from_hf, else byte; for bits per byte and text samples. null does without.
         sequence_length: Tokens in a sample.
-        document_mask: Tokens see those of their own document alone, at the positions that they
-            have in it. Documents end with the tokenizer's end-of-document token.
+        document_mask: Tokens see only those of their own document, at the positions that they have
+            in it. Documents end with the tokenizer's end-of-document token.
         seed: Seed of the order of samples.
         num_samples: Length that the order of samples is made for; null for the length of the run.
             Set it to the longest run you plan: another length gives another order.
@@ -226,7 +227,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class ScheduleSection:
-    """The learning rate over consumed samples, those of skipped steps left out.
+    """The learning rate over consumed samples, without those of skipped steps.
 
     Attributes:
         kind: cosine, wsd (warm-up, stable, decay) or constant.
@@ -234,9 +235,9 @@ class ScheduleSection:
         decay_samples: Length of the fall; null for the rest of the run (cosine) or its last fifth
             (wsd).
         decay_shape: Shape of wsd's fall.
-        min_lr_ratio: Lowest learning rate, as a share of the highest. The last step of the fall has
-            it, so with 0 that step changes nothing.
-        from_checkpoint: On resume follow the checkpoint's schedule where this one differs.
+        min_lr_ratio: Lowest learning rate, as a share of the highest. The last step of the fall
+            uses it, so with 0 that step changes nothing.
+        from_checkpoint: On resume, follow the checkpoint's schedule where this one differs.
     """
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -258,8 +259,8 @@ class TrainSection:
         global_batch_size: Samples of one step over all data-parallel ranks (dp_outer x dp_shard).
         micro_batch_size: Samples of one forward on one rank; null for a rank's whole share.
         nan_policy: On a loss or gradient norm that is not finite: save the step before it and
-            raise, or skip the step. With fp16 gradients that overflow are always skipped; see the
-            section loss_scale.
+            raise, or skip the step. With fp16, steps whose gradients overflow are always skipped;
+            see the section loss_scale.
         max_skips: Steps that may be skipped in a row.
     """
 
@@ -278,7 +279,7 @@ class EvaluationSection:
     Attributes:
         interval_steps: Steps between evaluations; null evaluates at the end only.
         batches: Global batches of an evaluation; null for all held-out data.
-        sample_prompt: What the text sample goes on from; null for none.
+        sample_prompt: What the text sample continues; null for none.
         sample_tokens: Length of the text sample.
         sample_temperature: 0 takes the likeliest token.
     """
@@ -292,16 +293,16 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints; one is always saved at the end, also by SIGTERM, SIGINT or a NaN.
+    """Checkpoints; one is always saved at the end, also on SIGTERM, SIGINT or a NaN.
 
     Attributes:
-        directory: Where, for one job at a time; null for checkpoints in the run's directory. A URL
-            such as s3://bucket/run is a folder of an object store.
-        interval_steps: Steps between checkpoints; null saves at the end only. Those that follow
-            steps skipped for NaN are left out, until a step is taken again.
+        directory: Where they are saved, for one job at a time; null for checkpoints in the run's
+            directory. A URL such as s3://bucket/run is a folder of an object store.
+        interval_steps: Steps between checkpoints; null saves at the end only. After a step that was
+            skipped for NaN none is saved until a step is taken again.
         keep_last: Number of newest checkpoints to keep; null keeps all.
-        keep_every: Keep also steps that are multiples of this, beside those of keep_last.
-        resume: Go on from the latest checkpoint, if there is one.
+        keep_every: Also keep steps that are multiples of this, besides those of keep_last.
+        resume: Continue from the latest checkpoint, if there is one.
         in_background: Write while training goes on; takes host memory for a copy of this rank's
             share of weights and states.
     """
@@ -321,7 +322,7 @@ class ProfileOptions:
     Attributes:
         start: The first step.
         steps: How many steps.
-        ranks: Of which ranks.
+        ranks: Which ranks.
     """
 
     start: PositiveInt = 10
@@ -351,7 +352,7 @@ class LoggingSection:
             before clipping: grad_norm/0 and so on, those with weight decay first.
         num_zero_grads: Log how many elements of all gradients are zero.
         trackers: Trackers of your own, each as "module:Class"; the class is called with the
-            configuration and the step that the run goes on from, as megafsdp.training.Tracker says.
+            configuration and the step that the run resumes from, as megafsdp.training.Tracker says.
         profile: Record some steps for Perfetto and Chrome, and on CUDA the memory too, in the
             folder profile of the run's directory; null for none.
     """
@@ -389,7 +390,7 @@ class Config:
         logging: Progress lines and trackers.
     """
 
-    # For the sections too. Text is not read as a number, nor true as 1.
+    # Applies to the sections too. Text is not read as a number, nor true as 1.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False
     )
@@ -447,7 +448,7 @@ class Config:
         return self.run.name or self.run_directory.name
 
     def with_filled_model(self) -> Config:
-        """Return the same run; one of a saved model with all values of that, which may move on.
+        """Return the same run with all values of a saved model given, as its folder may change.
 
         Raises:
             ConfigError: As ``model.resolve``.
@@ -458,7 +459,7 @@ class Config:
 
     @property
     def tokenizer(self) -> str | None:
-        """Return what the tokenizer is loaded by, ``auto`` resolved; None for none."""
+        """Return the name that the tokenizer is loaded by, ``auto`` resolved; None for none."""
         spec, saved = self.data.tokenizer, self.model.from_hf
         if spec != AUTO_TOKENIZER:
             return spec
@@ -466,7 +467,7 @@ class Config:
 
     @property
     def separate_checkpoints(self) -> Location | None:
-        """Return the folder of the checkpoints if it is set; None for that in the run's."""
+        """Return the folder of the checkpoints if it is set; None if it is in the run's."""
         return None if self.checkpoint.directory is None else self.checkpoint_directory
 
     @property

@@ -51,7 +51,7 @@ def validate(config: Config, *, world_size: int) -> None:
 
 
 def validate_given(config: Config, *, world_size: int) -> None:
-    """Check as :func:`validate`, of a run whose data and length may be missing; local.
+    """Check like :func:`validate`, but data and length may be missing; local.
 
     Args:
         config: The run.
@@ -79,11 +79,11 @@ def validate_schedule(config: Config, *, num_samples: int) -> None:
 
     Args:
         config: The run.
-        num_samples: All of its samples. Those before a resume may have come in other batches, so
-            the configuration alone does not say how many they are.
+        num_samples: All samples of the run. Steps before a resume may have had another batch size,
+            so the configuration alone does not say how many there are.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: They do not fit.
     """
     schedule = config.schedule
     if schedule.kind != "wsd" or schedule.decay_samples is None:
@@ -119,7 +119,7 @@ def _check_sharding(config: Config, world_size: int) -> None:
 
 
 def _check_parallel(parallel: ParallelSection, world_size: int) -> ParallelDims:
-    """Check the degrees and how the data axes are used; return the degrees of so many ranks."""
+    """Check the degrees and how the data axes are used; return the degrees for these ranks."""
     try:
         dims = parallel.dims().resolve(world_size)
     except ValueError as error:
@@ -252,7 +252,7 @@ def _check_fused_sgd(config: Config) -> None:
     is_on_host = parallel.offload_parameters or not has_gpu
     # Replicated parameters are plain DTensors, for which torch has no fused SGD.
     is_replicated = parallel.strategy == "no_shard"
-    # torch's kernel leaves out whole vectors of narrow weights on a CPU, without an error.
+    # On a CPU torch's kernel skips whole vectors of narrow weights, without an error.
     is_incomplete = config.precision.main_params_dtype != "fp32" and is_on_host
     require(
         not (is_replicated or is_incomplete),
@@ -303,7 +303,7 @@ def _check_offload(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Check that each pattern of parameters and each name of modules matches some."""
+    """Check that each pattern of parameters and each name of modules matches something."""
     multipliers, precision = config.optimizer.lr_multipliers, config.precision
     if not (multipliers or precision.keep_fp32 or precision.keep_unquantized):
         return
@@ -355,7 +355,7 @@ def _check_dtypes(config: Config) -> None:
 
 
 def _check_quantization(config: Config) -> None:
-    """Check that a recipe has what belongs to it, and nothing that its weights cannot do."""
+    """Check that options of a recipe have one, and that no option rules the recipe out."""
     precision = config.precision
     if precision.recipe is None:
         for name, is_default in (
@@ -381,7 +381,7 @@ def _check_quantization(config: Config) -> None:
 
 
 def _check_compile(config: Config) -> None:
-    """Check that torch has the compiler; a list that takes seconds to import, so only if asked."""
+    """Check that torch has the compiler; its list takes seconds to import, so only if asked."""
     if not config.compile.layers:
         return
     known, backend = torch.compiler.list_backends(exclude_tags=()), config.compile.backend

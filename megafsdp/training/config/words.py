@@ -52,7 +52,7 @@ def type_in_words(hint: Any) -> str:
 
 
 def is_list(hint: Any) -> bool:
-    """Return whether a type, or null beside it, is a list of any length."""
+    """Return whether a type is a list of any length, or either such a list or null."""
     if get_origin(hint) in (Union, types.UnionType, Annotated):
         return any(map(is_list, get_args(hint)))
     return get_origin(hint) is list

@@ -1,7 +1,7 @@
 """Bytes of optimizer states on the device and of an offloaded optimizer on the host, by arithmetic.
 
 Which parameter groups are offloaded follows from the rule of the optimizer itself
-(:mod:`megafsdp.optimizer.offload.placement`); this file brings planned groups into its order.
+(:mod:`megafsdp.optimizer.offload.placement`); this file sorts planned groups as the optimizer does.
 FusedAdam allocates plain states as flat buffers with gaps and padding, like the main weights. All
 other states are tensors of a parameter's own rows. Not counted: scalars, and the rounding of slabs
 on the host to whole pages.
@@ -25,7 +25,7 @@ from megafsdp.optimizer.states.store import STATES
 from megafsdp.training.config.optimizer_sections import MuonSection, OptimizerSection
 from megafsdp.training.step.optimizers import is_for_muon, parameter_groups
 
-# A dry run cannot measure: the choice of a run is at most this.
+# The fraction assumed for auto: a dry run cannot measure, and a run chooses at most this.
 MOST_OF_AUTO = 1.0
 
 
@@ -36,12 +36,12 @@ class HostFootprint:
     Attributes:
         main_weight: Main weights.
         optimizer_state: Both moments.
-        second_copy: Main weights and moments once more, which a step that begins before the norm is
-            known writes; the most that there can be.
+        second_copy: A second copy of main weights and moments, for a step that begins before the
+            norm is known; an upper bound.
         main_grad: Gradients, as they are copied from the device.
         copied_back: Weights in the compute dtype on their way to the device.
-        pinned: Bytes of all of these that are locked for the device's copies: all, and each buffer
-            rounded up to 256 bytes; none where the device is a CPU.
+        pinned: Pinned bytes: all of these, each buffer rounded up to 256 bytes; none if the device
+            is a CPU.
     """
 
     main_weight: int = 0
@@ -79,7 +79,7 @@ def groups_to_offload(
 
     Args:
         units: What the model is divided into, the root first.
-        order: Of the parameters in the optimizer.
+        order: Place of each parameter in the optimizer.
         fraction: The part of a rank's elements to offload.
 
     Raises:
@@ -128,11 +128,11 @@ def host_footprint(
 def _of_group(group: PlannedGroup, section: OptimizerSection, *, is_pinned: bool) -> HostFootprint:
     numel, dtypes = group.layout.shard_numel, group.dtypes
     main_nbytes, state_nbytes = numel * dtypes.main.itemsize, numel * 4 * len(STATES)
-    # What replicated gradients are is known when the step is there, no earlier.
+    # Replicated gradients are known only at the step, so it cannot begin earlier.
     has_second = section.speculate is not False and section.offload_overlap and group.is_sharded
     is_cast = dtypes.compute != dtypes.main
     grad_nbytes, cast_nbytes = numel * dtypes.grad.itemsize, numel * dtypes.compute.itemsize
-    # Weight and moments, in as many copies, the gradient with its sum of squares, and the cast.
+    # Weights and moments (once or twice), the gradient with its sum of squares, and the cast.
     slab_nbytes = (1 + len(STATES)) * aligned_nbytes(main_nbytes)
     pinned = (1 + has_second) * slab_nbytes + aligned_nbytes(grad_nbytes)
     pinned += aligned_nbytes(torch.float64.itemsize) + is_cast * aligned_nbytes(cast_nbytes)
@@ -147,7 +147,7 @@ def _of_group(group: PlannedGroup, section: OptimizerSection, *, is_pinned: bool
 
 
 def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: MuonSection) -> int:
-    """Return the bytes of the states on the device of the rank that has most; local.
+    """Return the bytes of the states on the device of the rank that has the most; local.
 
     Args:
         units: What the model is divided into, the root first.

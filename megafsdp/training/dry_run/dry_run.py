@@ -1,7 +1,7 @@
-"""What a run would cost each rank, said in seconds by one process: layouts, memory, collectives.
+"""Say in seconds and in one process what a run would cost each rank: layouts, memory, collectives.
 
 A dry run builds the configured model on the meta device and runs steps of the real engine on it
-(:mod:`megafsdp.fsdp.estimate.footprint`), as one rank of a process group whose others do not exist.
+(:mod:`megafsdp.fsdp.estimate.footprint`), as one rank of a group whose other ranks do not exist.
 It reads no data and allocates nothing of the model's size; activations are not estimated.
 """
 
@@ -40,7 +40,7 @@ from megafsdp.training.process.world import launch_number, uses_cuda
 
 _OPTION = "--dry-run"
 _JSON_OPTION, _HTML_OPTION = "--json", "--html"
-# The loss, the number of ranks, the wish to stop and gradients that are not finite, in fp64.
+# In fp64: the loss, the number of ranks, requests to stop, and ranks with gradients not finite.
 _LOSS_NBYTES = 32
 _FOUND_INF_NBYTES = 4  # One fp32 number.
 _LOAD_NBYTES = 8  # One fp64 number for each expert of each layer.
@@ -96,10 +96,10 @@ class DryRunReport:
         units: The distinct units, the root first.
         footprint: Bytes and collectives of a step on each rank; bytes of the device.
         host: Bytes of the host for each rank.
-        host_threads: Threads that step the host's part of a rank, by the cores of this machine
-            where the configuration does not say it.
-        duration_s: How long the answer took.
-        kept: What a recipe leaves as it is, a line for each reason.
+        host_threads: Threads that step a rank's part on the host; from the cores of this machine
+            if the configuration does not say it.
+        duration_s: How long the dry run took.
+        kept: Weights that a recipe leaves unquantized, a line for each reason.
     """
 
     config: Config
@@ -120,11 +120,11 @@ class DryRunReport:
 
     @property
     def padding_numel(self) -> int:
-        """Return the elements of all layouts, on all ranks of tp and ep, that are of no tensor."""
+        """Return the padding elements of all layouts, on all ranks of tp and ep."""
         return self._sum(lambda group: group.layout.padding_numel)
 
     def _sum(self, numel_of: Callable[[PlannedGroup], int]) -> int:
-        """Sum over the groups of all units, each as often as model axes have cut it."""
+        """Sum over the groups of all units, each once for each of its model parts."""
         dims = self.dims
         return sum(
             unit.count * (dims.ep if group.is_expert else dims.tp) * numel_of(group)
@@ -227,7 +227,7 @@ class DryRunReport:
         for unit in self.units:
             lines.append(f"  {unit.count:,} x {unit.name}")
             lines += [f"    {_describe_group(group)}" for group in unit.groups]
-        # Not of the model's parameters: norms are there once for each rank of tp.
+        # A share of these layouts, not of the model: each rank of tp has a copy of the norms.
         share = _percent(self.padding_numel, self._sum(_numel))
         lines.append(f"  padding of all units: {self.padding_numel:,} elements ({share})")
         return lines + [f"  unquantized, {line}" for line in self.kept]
@@ -274,8 +274,8 @@ def split_options(words: Sequence[str]) -> tuple[DryRunOptions | None, list[str]
         What they say, None without ``--dry-run``, and the other words.
 
     Raises:
-        ConfigError: The number of ranks is none, the file has no name, or there is another option
-            of a dry run without ``--dry-run``.
+        ConfigError: The number of ranks is not a number, the file has no name, or there is another
+            option of a dry run without ``--dry-run``.
     """
     is_found, ranks, rest = _take(words, _OPTION)
     if not is_found:
@@ -396,7 +396,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             loop_all_reduces=_loop_all_reduces(config, model_config),
         )
         footprint = footprint_of(engine, step)
-    # Others plan for a GPU, which the machine of a dry run need not have.
+    # Plan for a GPU unless the run is on a CPU, even if this machine has no GPU.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
     host = host_footprint(units, config.optimizer, is_pinned=device_type == "cuda")
     host_threads = config.optimizer.host_threads or default_host_threads(device_type)
@@ -424,7 +424,7 @@ def _world_size(config: Config) -> int:
 
 
 def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
-    """Return the dtype of the main weights that the step casts: of those in flat buffers."""
+    """Return the dtype of main weights in flat buffers if the step casts them, else None."""
     if not section.is_fused_adam or not set(section.state_dtypes) <= set(PLAIN_DTYPES):
         return None
     return torch.bfloat16 if section.store_param_remainders else torch.float32

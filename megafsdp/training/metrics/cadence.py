@@ -1,8 +1,8 @@
 """How often a run should save, from what its saves have cost and how often its machines fail.
 
-Young's formula: where a save keeps the training for C seconds and failures are M seconds apart in
+Young's formula: if a save stalls the training for C seconds and failures are M seconds apart in
 the mean, an interval of ``sqrt(2 * C * M)`` loses least. Saves then cost ``C / interval`` of the
-time, and steps that are taken again ``interval / (2 * M)``, which is as much.
+time, and repeated steps cost ``interval / (2 * M)``, the same share.
 
 Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17, 1974.
 """
@@ -25,9 +25,9 @@ class Cadence:
 
     Attributes:
         num_saves: Saves that were measured.
-        stall_s: How long the training waits for a save, in the median.
-        save_s: From a save's begin to its publication, in the median.
-        step_s: Time of a step, in the median.
+        stall_s: Median time that the training waits for a save.
+        save_s: Median time from a save's begin to its publication.
+        step_s: Median time of a step.
         mtbf_s: Mean time between failures of the whole job.
         interval_s: Time between saves.
         interval_steps: The same in steps, for ``checkpoint.interval_steps``.
@@ -85,7 +85,7 @@ def cadence(
         )
     stall_s, save_s = (statistics.median(column) for column in zip(*times, strict=True))
     step_s = statistics.median(step_times)
-    # One background save follows another, so they cannot be closer than one takes.
+    # Only one background save runs at a time, so the interval cannot be shorter than a save.
     interval_s = max(math.sqrt(2 * stall_s * mtbf_s), save_s, step_s)
     interval_steps = max(1, round(interval_s / step_s))
     return Cadence(

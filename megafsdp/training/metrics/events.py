@@ -1,4 +1,4 @@
-"""What happens in a run beside its metrics, in ``events.jsonl``: jobs, saves, skipped steps, texts.
+"""Events of a run, besides its metrics, in ``events.jsonl``: jobs, saves, skipped steps, texts.
 
 Metrics are numbers at every few steps; an event is one fact at one step. Only the first rank writes
 them. ``megafsdp report`` draws them as marks and prints the texts.
@@ -21,7 +21,7 @@ class Event(Enum):
     STARTED = "started"  # A job of the run: its ranks, machine and versions.
     SAVED = "saved"  # A checkpoint of the step is published.
     SKIPPED = "skipped"  # The step was not taken.
-    TEXT = "text"  # What the model went on with from the prompt.
+    TEXT = "text"  # How the model continued the prompt.
     ENDED = "ended"  # The job, finished or stopped.
 
 

@@ -1,7 +1,7 @@
-"""Files of JSON objects, one a line, each of one step of a run: read, cut where it resumes, append.
+"""Read and append files of JSON lines, each of one step of a run; cut them where the run resumes.
 
-A job may be killed while it writes, and a disk may be full or lose bytes. What is not a whole line
-with a step is left out, and nothing of it is an error.
+A job may be killed while it writes, and a disk may be full or lose bytes. Anything but a whole line
+with a step is left out, without an error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Row = dict[str, Any]
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a file with their ends; bytes that are no UTF-8 are replaced."""
+    """Return the lines of a file with their ends; bytes that are not UTF-8 are replaced."""
     return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
 
 
 def row_of(line: str) -> Row | None:
-    """Return the object of a line; None for what is no object with a ``step``, a whole number."""
+    """Return the object of a line; None unless its ``step`` is a whole number."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    # By type: a bool is an int, and no step.
+    # The exact type: a bool is an int, but not a step.
     is_row = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 2**63
     return row if is_row else None
 
@@ -57,7 +57,7 @@ class JsonLines:
         return [row for _, row in self._kept()]
 
     def remove(self, is_removed: Callable[[Row], bool]) -> None:
-        """Remove the objects for which a function says so, and those of later steps."""
+        """Remove the objects that a function selects, and those of later steps."""
         self._rewrite([(line, row) for line, row in self._kept() if not is_removed(row)])
         before, self._file = self._file, self._path.open("a", encoding="utf-8")
         before.close()

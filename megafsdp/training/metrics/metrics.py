@@ -23,7 +23,7 @@ from megafsdp.training.step.train_step import StepResult
 _GIB = 2**30
 _FILE = Screen()
 # Dense bf16 FLOP/s by words of the name that CUDA reports; the first match counts. None is for
-# devices that share a word with another and not its peak.
+# devices that share a word with another device, but not its peak.
 _PEAK_FLOPS: tuple[tuple[str, float | None], ...] = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
@@ -50,7 +50,7 @@ _PEAK_FLOPS: tuple[tuple[str, float | None], ...] = (
 
 def peak_flops(device_name: str) -> float | None:
     """Return a GPU's dense bf16 FLOP/s by its CUDA name; None for one that is not in the table."""
-    # A100-SXM4 is of two words; of one, RTX A1000 would be an A100.
+    # Whole words are compared (A100-SXM4 is two): otherwise RTX A1000 would match A100.
     words = f" {re.sub('[^A-Za-z0-9]+', ' ', device_name)} "
     return next((peak for part, peak in _PEAK_FLOPS if f" {part} " in words), None)
 
@@ -113,11 +113,11 @@ class Meter:
         self._num_steps = 0
 
     def start_step(self) -> None:
-        """Begin to time a step that follows no other in the device's queue."""
+        """Begin to time a step; no other one is in the device's queue."""
         self._started_s = time.perf_counter()
 
     def end_step(self) -> None:
-        """End the time of a step, whose loss was read: the device has done it. Time the next."""
+        """Stop timing a step whose loss was read, so the device is done with it; time the next."""
         now_s = time.perf_counter()
         self._elapsed_s += now_s - self._started_s
         self._started_s = now_s
@@ -164,7 +164,7 @@ def progress_line(
     rates: Rates,
     screen: Screen = _FILE,
 ) -> str:
-    """Return one line on a step, in our form; of what a screen has no room for the least counts."""
+    """Return one line on a step, in our form; a narrow screen leaves out what counts least."""
     width, loads = len(str(position.num_steps)), result.statistics
     parts = [
         Part(f"step {position.step:>{width}}/{position.num_steps}", 99),

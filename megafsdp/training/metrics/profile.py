@@ -1,8 +1,8 @@
 """Record some steps of a run by torch's profiler, and on CUDA the memory of these steps.
 
 A trace is read by Perfetto (ui.perfetto.dev) and by Chrome's ``about:tracing``, a snapshot of the
-memory by torch's page pytorch.org/memory_viz. One step before the first is run with the profiler
-on and not kept, where there is one: the first events of a profiler take longer than those after.
+memory by torch's page pytorch.org/memory_viz. If there is a step before the first, the profiler
+runs on it too without keeping it: the first events of a profiler take longer than later ones.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class StepProfiler:
     """Record the steps that a configuration names, on the ranks that it names; local.
 
     Args:
-        options: Which; None for none.
+        options: Which steps and ranks; None for none.
         folder: The run's.
         world: Its processes.
-        next_step: The step that the run goes on with.
+        next_step: The step that the run continues with.
         last_step: The step that it ends with.
         print_line: Prints a line of progress.
     """
@@ -65,7 +65,7 @@ class StepProfiler:
         return self._options is not None and step in (self._first - 1, self._options.last)
 
     def before(self, step: int) -> None:
-        """Begin to record if this is the first step, about to be queued, or count it."""
+        """Before a step is queued, begin to record if it is the first, or count it."""
         options = self._options
         if self._profiler is not None:
             self._profiler.step()
@@ -74,14 +74,14 @@ class StepProfiler:
         self._recorded_last = step
 
     def after(self, step: int) -> None:
-        """Write the files if this step, which is done, is the last."""
+        """After a step is done, write the files if it is the last."""
         if self._options is not None and step == self._options.last:
             self.close()
 
     def close(self) -> None:
         """Write the files of the steps so far, if some are recorded."""
         if self._profiler is not None:
-            # Stopping writes them.
+            # Stopping writes the files.
             self._profiler.stop()
             self._profiler = None
             if self._world.device.type == "cuda":
@@ -95,7 +95,7 @@ class StepProfiler:
             record_memory_history(is_wanted=True)
 
         def action(step: int) -> ProfilerAction:
-            # The profiler asks for step 0 too, when it is made.
+            # The profiler also asks for step 0, in its constructor.
             is_kept = max(step, self._first) >= options.start
             return ProfilerAction.RECORD if is_kept else ProfilerAction.WARMUP
 

@@ -31,7 +31,7 @@ class Screen:
     def of(cls, stream: TextIO) -> Screen:
         """Look at a stream, such as ``sys.stdout``.
 
-        Colours are for terminals alone, and not where the variable NO_COLOR is set.
+        Only terminals get colours, unless the variable NO_COLOR is set.
         """
         if not stream.isatty():
             return cls()
@@ -67,11 +67,11 @@ class Part:
 def fitted(parts: Sequence[Part], screen: Screen) -> str:
     """Join parts to a line that is no longer than the screen is wide.
 
-    The first part always stays; where it alone is too long it is cut.
+    The first part always stays; if it alone is too long, it is cut.
     """
     kept = list(parts)
     while screen.width is not None and _length(kept) > screen.width and len(kept) > 1:
-        # Of equal weights the later goes first.
+        # Among equal weights the later part goes first.
         del kept[min(range(1, len(kept)), key=lambda i: (kept[i].weight, -i))]
     texts = [part.text[: screen.width] for part in kept]
     if screen.has_colours:
@@ -81,7 +81,7 @@ def fitted(parts: Sequence[Part], screen: Screen) -> str:
 
 
 def escape_controls(text: str) -> str:
-    r"""Spell control characters, as ``\x1b``; line feeds and tabs stay.
+    r"""Escape control characters, as ``\x1b``; line feeds and tabs stay.
 
     What a model writes may be anything, and a terminal would obey it.
     """

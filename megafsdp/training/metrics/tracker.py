@@ -1,7 +1,7 @@
 """Write a run's metrics to ``metrics.jsonl``, and to W&B, TensorBoard and others if configured.
 
-Only the first rank has trackers. A row is a flat dict of numbers with its ``step``. What is no
-number goes to the log of events beside it.
+Only the first rank has trackers. A row is a flat dict of numbers with its ``step``. Anything that
+is not a number goes to the log of events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("megafsdp.training")
 
 METRICS_FILE = "metrics.jsonl"
-# Beside the metrics: what the run was configured with.
+# The configuration of the run, beside the metrics.
 CONFIG_FILE = "config.yaml"
 EVALUATION_KEY = "validation_loss"
 
@@ -40,9 +40,9 @@ Row = Mapping[str, float | int | None]
 class Tracker(Protocol):
     """A destination of rows.
 
-    One of your own is named in ``logging.trackers`` and made on the first rank as
-    ``Class(config, last_step=step)``, with the run's ``Config`` and the step that it goes on from,
-    0 for a new run: rows up to that step were logged before, later ones come anew.
+    Name your own in ``logging.trackers``. It is made on the first rank as
+    ``Class(config, last_step=step)``, with the run's ``Config`` and the step that it resumes from,
+    0 for a new run: rows up to that step were logged before, later ones are logged again.
     """
 
     def log(self, row: Row) -> None:
@@ -91,12 +91,12 @@ class JsonlTracker:
 class WandbTracker:
     """Send rows to Weights & Biases; offline unless a key or a mode is set in the environment.
 
-    Charts are over the metric ``step`` of the rows. A run that resumes from an earlier step goes on
-    in W&B, where steps that are taken again are there twice.
+    Charts are over the metric ``step`` of the rows. A run that resumes from an earlier step
+    continues in W&B, where steps that are taken again appear twice.
 
     Args:
         config: The run.
-        run_id: Identity of the run to go on with; None starts one.
+        run_id: Identity of the run to continue; None starts one.
     """
 
     def __init__(self, config: Config, *, run_id: str | None) -> None:
@@ -112,7 +112,7 @@ class WandbTracker:
             resume="allow" if is_configured else None,
             mode=None if is_configured else "offline",
         )
-        # W&B's own step only grows: of a run that resumes from an earlier one, rows would be lost.
+        # W&B's own step only grows: a run that resumes from an earlier step would lose rows.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -162,7 +162,7 @@ class Trackers:
 
     Args:
         config: The run; its folder is there.
-        last_step: Step that the run goes on from.
+        last_step: Step that the run resumes from.
         wandb_id: Identity of the run in W&B, from a checkpoint.
 
     Attributes:
@@ -173,7 +173,7 @@ class Trackers:
     def __init__(self, config: Config, *, last_step: int, wandb_id: str | None) -> None:
         folder = config.run_directory
         self.wandb_id = wandb_id
-        # First, for these may fail, and the others have files open.
+        # Made first: these may fail, and the others open files.
         own = [_made(spec, config, last_step) for spec in config.logging.trackers]
         jsonl = JsonlTracker(folder / METRICS_FILE, last_step=last_step)
         self.elapsed_s = jsonl.elapsed_s
@@ -191,7 +191,7 @@ class Trackers:
                 to_wandb = WandbTracker(config, run_id=wandb_id)
                 self.wandb_id = to_wandb.run_id
                 self._trackers.append(to_wandb)
-            # Files that are open are closed here only if a later tracker cannot be made.
+            # Open files are closed here only if a later tracker cannot be made.
             opened.pop_all()
 
     def log(self, row: Row) -> None:
@@ -229,10 +229,10 @@ class Trackers:
 
 
 def check_trackers(config: Config) -> None:
-    """Check that the packages and classes of the trackers asked for are there; local.
+    """Check that the packages and classes of the configured trackers are there; local.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: One is missing.
     """
     for spec in config.logging.trackers:
         _class_of(spec)
@@ -251,7 +251,7 @@ def _class_of(spec: str) -> Callable[..., object]:
     """Import the class of a tracker of the user's own.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: There is no class of this name.
     """
     module, _, name = spec.partition(":")
     try:

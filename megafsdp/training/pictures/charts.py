@@ -23,7 +23,7 @@ NUM_COLOURS = 8
 _ROW = re.compile(r"\brow\b")
 # Points of a curve that are drawn as dots; more would hide the line.
 _MAX_DOTS = 40
-# Rows of symbols above each other, one a run.
+# Rows of symbols above each other, one for each run.
 _MAX_MARK_ROWS = 4
 _MARK_SHAPES = {"saved": "triangle-up", "skipped": "cross"}
 
@@ -98,8 +98,8 @@ def colour_scale(names: Sequence[str]) -> Spec:
 
 def tooltip(values: Mapping[str, str]) -> Spec:
     """Return what is shown under the pointer: expressions of ``row`` by their titles."""
-    # The areas that find the nearest point have the row one level deeper, and Vega-Lite looks for
-    # texts in the wrong one: an expression may look in both.
+    # The areas that find the nearest point hold the row one level deeper, and Vega-Lite looks for
+    # texts at the wrong level: an expression can look at both.
     items = ", ".join(
         f"'{title}': {re.sub(_ROW, '(datum.datum || datum)', text)}"
         for title, text in values.items()
@@ -110,7 +110,7 @@ def tooltip(values: Mapping[str, str]) -> Spec:
 def curve_chart(
     metric: Metric, parts: CurveParts, *, caption: str = "", is_wide: bool = False
 ) -> Chart:
-    """Return the chart of one metric over the axis that the page's switch says."""
+    """Return the chart of one metric over the axis that the page's switch selects."""
     y_title = metric.unit
     divided = f"datum.value / {metric.scale:g}" if metric.scale != 1 else "datum.value"
     colour = {"field": "run", "type": "nominal", "scale": colour_scale(parts.runs), "legend": None}

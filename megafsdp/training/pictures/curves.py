@@ -139,7 +139,7 @@ class Mark:
 
 
 def curves_of(runs: Sequence[RunFolder], metric: Metric) -> list[Curve]:
-    """Return the curves of a metric, of the runs that have any value of it."""
+    """Return the curves of a metric, for the runs that have values of it."""
     budget = MAX_POINTS // max(len(runs), 1)
     curves = []
     for run in runs:
@@ -158,14 +158,14 @@ def _point(run: RunFolder, row: Row, key: str) -> Point:
 
 
 def _finite(value: object) -> float | None:
-    """Return a number as it is; None for what is none, infinite numbers included."""
+    """Return a finite number as it is, and None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
 
 
 def _tokens(run: RunFolder, row: Row) -> int | None:
-    """Return the tokens of a row; files of older versions count samples alone."""
+    """Return the tokens of a row; files of older versions only count samples."""
     if isinstance(tokens := row.get("consumed_tokens"), int):
         return tokens
     samples = row.get("consumed_samples")
@@ -182,7 +182,7 @@ def _thinned(points: Sequence[Point], budget: int) -> list[Point]:
     bounds = np.linspace(0, len(points), budget // 2 + 1).astype(int)
     for start, stop in itertools.pairwise(bounds):
         values = [(points[i].value, i) for i in range(start, stop)]
-        # One gap stands for all of its bucket.
+        # One gap stands for all gaps of its bucket.
         kept.update([i for value, i in values if value is None][:1])
         if finite := [(value, i) for value, i in values if value is not None]:
             kept.update((min(finite)[1], max(finite)[1]))

@@ -16,15 +16,15 @@ from megafsdp.training.pictures.page import Page, chart_card, table, write_page
 from megafsdp.training.pictures.step_picture import COMPUTE, LANES, StepPicture, step_picture
 
 _GB = 1e9
-# Memory of GPUs as they are sold, in units of 10**9 bytes; the first line is about one of them.
+# Memory of GPUs as sold, in units of 10**9 bytes; the page's first line is about the typical one.
 _CAPACITIES_GB = (24, 40, 48, 80, 96, 141, 192, 288)
 _TYPICAL_GB = 80
 _NUM_COLOURS = 12
-# Names below a layout; a page is read, and the pointer shows the rest.
+# Most names listed below a layout; the pointer shows the rest.
 _MAX_KEYS = 24
-# Bars have names where so few units are computed.
+# Bars have names if there are at most this many computations.
 _MAX_NAMED_BARS = 14
-# From bottom to top: what lasts stands below what comes and goes.
+# From bottom to top: lasting bytes below those that come and go.
 _CATEGORY_COLOURS = {
     Category.MAIN_WEIGHT: "t1",
     Category.OPTIMIZER_STATE: "t5",
@@ -33,8 +33,8 @@ _CATEGORY_COLOURS = {
     Category.MAIN_GRAD: "t3",
     Category.PARTIAL_GRAD: "t6",
 }
-# Pixels beside both charts of a step, so that one stands exactly below the other: those of the
-# longest label, which is cut in wider fonts, and of a tick.
+# Pixels beside both charts of a step, so that they align: room for the longest label, which is cut
+# in wider fonts, and for a tick.
 _LANE_NAMES = {"labelLimit": 84, "minExtent": 94, "maxExtent": 94}
 
 
@@ -220,7 +220,7 @@ def _cut_data(picture: StepPicture) -> dict[str, Columns]:
 
 
 def timeline_chart(picture: StepPicture, units: Sequence[DistinctUnit]) -> Chart:
-    """Return what is gathered, computed and reduced beside each other, a bar for each unit."""
+    """Return lanes of what is gathered, computed and reduced, a bar for each unit."""
     kinds = _unit_colours(units)
     kind_of = {member: unit.name for unit in units for member in unit.members}
     bars = sorted(picture.bars, key=lambda bar: (LANES.index(bar.lane), bar.start))
@@ -463,7 +463,7 @@ def _traffic_table(report: DryRunReport) -> str:
 
 
 def _scale(nbytes: int) -> tuple[float, str]:
-    """Return the largest unit that bytes have a whole one of, and its name."""
+    """Return the largest unit of bytes that is not above a number, and its name."""
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next(((scale, unit) for scale, unit in units if nbytes >= scale), (1.0, "B"))
 

@@ -48,7 +48,7 @@ class Rectangle:
 
 
 def rectangles_of(layout: FlatLayout) -> list[Rectangle]:
-    """Return what each element of each shard is for; the rectangles cover all and never overlap."""
+    """Return rectangles that cover each element of each shard once, by what it is for."""
     found = []
     for slot in layout.slots:
         shape = " x ".join(map(str, slot.spec.shape))

@@ -56,7 +56,7 @@
     return Object.fromEntries(Object.entries(node).map(([key, value]) => [key, fill(value, words)]));
   }
 
-  // All charts share the horizontal axis, so that what lies below each other is of one moment.
+  // All charts share the horizontal axis, so that they show the same moment at the same place.
   function domain(field) {
     let most = 0;
     for (const chart of page.charts) {
@@ -84,7 +84,7 @@
     const spec = fill(chart.spec, {
       "@x": axis.field, "@x_title": axis.title, "@x_label": axis.label, "@x_domain": domain(axis.field),
       "@y_scale": state.log ? "log" : "linear", "@y_nice": !state.log,
-      // Vega-Lite warns of any word on the 0 of a logarithmic axis.
+      // Vega-Lite warns if a logarithmic axis says anything about 0.
       "@y_zero": state.log ? undefined : true, "@no": state.log ? undefined : false,
     });
     spec.datasets = data;
@@ -96,7 +96,7 @@
     state.views[chart.key] = result.view;
   }
 
-  // One drawing after the other: of two in one place, the older could be what stays.
+  // Drawings run one after the other: of two in one place, the older one could remain.
   function drawAll() {
     const number = ++numAsked;
     document.body.dataset.drawn = "";
@@ -150,7 +150,7 @@
     else document.documentElement.dataset.theme = onScreen.theme;
     onScreen = null;
   });
-  // For who looks at the numbers behind a chart: megafsdpPage.views.loss.data("curves").
+  // To look at the numbers behind a chart: megafsdpPage.views.loss.data("curves").
   window.megafsdpPage = { state: state, views: state.views };
   drawAll();
 })();

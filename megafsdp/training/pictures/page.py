@@ -36,7 +36,7 @@ class Page:
         switches: HTML of the bar that stays in view, besides the theme's.
         sections: HTML of the page, in order; :func:`chart_card` places a chart.
         charts: All charts that the sections place.
-        time_unit_s: Seconds of what the axis of time counts.
+        time_unit_s: Seconds in a unit of the time axis.
         time_unit: Its name.
     """
 
@@ -107,7 +107,7 @@ def _render(page: Page) -> str:
         version=html.escape(versions()["megafsdp"]),
         styles=_resource("page.css"),
         data=_json(data),
-        # No text of the library may end its element.
+        # No text of the library may end its script element.
         library=bundle.replace("</script", "<\\/script"),
         script=_resource("page.js"),
     )
@@ -119,7 +119,7 @@ def _resource(name: str) -> str:
 
 def _json(data: object) -> str:
     """Return JSON that may stand in a script: no text in it can end the element."""
-    # A wrong number would be no JSON, which the page could not read.
+    # NaN is not JSON, so the page could not read it.
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -153,7 +153,7 @@ def table(
     Args:
         head: Titles of the columns.
         rows: Texts.
-        numbers: Columns that are set to the right.
+        numbers: Columns that are aligned to the right.
     """
 
     def cell(tag: str, index: int, text: str) -> str:

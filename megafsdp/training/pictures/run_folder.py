@@ -1,7 +1,7 @@
 """Read what a run left in its folder: metrics, events and configuration, as far as they go.
 
-A run may still write, or its disk may have been full: lines that are no rows are left out, and
-``notes`` says which. What is drawn of it is in :mod:`megafsdp.training.pictures.curves`.
+A run may still write, or its disk may have been full: lines that are not rows are left out, and
+``notes`` says which. :mod:`megafsdp.training.pictures.curves` makes curves of them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_runs(directories: Sequence[str | Path]) -> list[RunFolder]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ."""
+    """Return the shortest endings of the paths that are all different."""
     parts = [path.absolute().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -118,7 +118,7 @@ def _read(directory: Path, name: str) -> RunFolder:
 
 
 def _numbers_of(row: Row) -> Row:
-    """Return a row in which what is no finite number is null; 1e999 is none, and is read."""
+    """Return a row with None for all but finite numbers; JSON reads 1e999 as infinity."""
     return {key: value if _is_number(value) else None for key, value in row.items()}
 
 

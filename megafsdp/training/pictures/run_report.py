@@ -118,7 +118,7 @@ def _charts(
         captions = [metric.caption] if metric.caption else []
         captions += [_memory_caption(runs, levels)] if is_memory else []
         captions += [f"Not recorded by {', '.join(missing)}."] if missing else []
-        # An even number of charts is left for two columns.
+        # A wide loss leaves an even number of charts for two columns.
         is_wide = metric.key == _LOSS and len(found) % 2 == 1
         charts.append(curve_chart(metric, parts, caption=" ".join(captions), is_wide=is_wide))
         thinned += [curve for curve in curves if curve.is_thinned]
@@ -144,7 +144,7 @@ def _mark_key(marks: Sequence[Mark]) -> str:
 
 
 def _predicted_memory(runs: Sequence[RunFolder]) -> tuple[list[Level], list[str]]:
-    """Return what a dry run says of each run's memory, and why it does not where it does not."""
+    """Return a dry run's prediction of each run's memory, and the reasons where it has none."""
     levels, notes = [], []
     for run in runs:
         num_ranks = run.last_start.get("num_ranks")
@@ -152,7 +152,7 @@ def _predicted_memory(runs: Sequence[RunFolder]) -> tuple[list[Level], list[str]
             continue
         try:
             config = config_from_dict(run.config)
-            # As on the machine of the run, which this one need not be.
+            # Predict for the run's device, which this machine need not have.
             device = run.last_start.get("machine", {}).get("device", config.run.device)
             config = replace(config, run=replace(config.run, device=device))
             nbytes = dry_run(config, num_ranks).footprint.peak_total
@@ -170,7 +170,7 @@ def _lead(runs: Sequence[RunFolder]) -> str:
         return f'<p class="lead">{html.escape(", ".join(run.name for run in runs))}</p>'
     (run,) = runs
     start, config = run.last_start, run.config
-    # A run of a saved model has its folder beside the preset that it did not take.
+    # A run of a saved model names its folder, and also the preset that it did not take.
     model = _value(config, "model.from_hf") or _value(config, "model.preset")
     parts = [Path(str(model)).name] if model else []
     if isinstance(count := start.get("num_parameters"), int):
@@ -222,7 +222,7 @@ def _summary(runs: Sequence[RunFolder]) -> str:
         found = [column.get(name, (_ABSENT, "")) for column in columns]
         units = {unit for value, unit in found if value != _ABSENT}
         if len(units) == 1 and (unit := units.pop()):
-            # Beside the name, where a narrow window has room for it.
+            # The unit stands beside the name, where a narrow window has room for it.
             rows.append([f"{name}, {unit}", *(value for value, _ in found)])
         else:
             rows.append([name, *(f"{value} {unit}".rstrip() for value, unit in found)])
@@ -319,7 +319,7 @@ def _texts(runs: Sequence[RunFolder]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text in which characters that a browser does not show are spelt."""
+    """Return a text in which characters that a browser does not show are escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

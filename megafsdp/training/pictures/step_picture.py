@@ -1,8 +1,8 @@
 """The events of a dry run's step on one axis: bars of units in three lanes, memory by category.
 
 A dry run has no times. Each forward of a unit is one wide and each backward two; between them stand
-the events that take place there. A gather issued ahead lasts while the units before its own are
-computed, one issued at once holds its unit up, and a reduction lasts until its input is freed. With
+the events that take place there. A gather that is issued ahead lasts while the units before its own
+are computed; one that is not delays its unit; a reduction lasts until its input is freed. With
 prefetch 1 and units a, b, c::
 
     gather    a b   c                 b   a
@@ -32,7 +32,7 @@ _REDUCTIONS = {
     "all_reduce": "all-reduce",
 }
 LANES = (GATHER, COMPUTE, "reduce-scatter", "all-reduce")
-# Width of what happens between two computations, and of a gather that holds its unit up.
+# Width of what happens between two computations, and of a gather that delays its unit.
 _BETWEEN, _EXPOSED = 0.3, 0.7
 
 
@@ -75,7 +75,7 @@ class StepPicture:
     """A step on one axis.
 
     Attributes:
-        bars: Of all lanes.
+        bars: The bars of all lanes.
         levels: Memory, in order.
         length: Where the axis ends.
         skipped_at: Where microbatches are left out; None if all are there.
@@ -107,7 +107,7 @@ class _Stretch:
 
 
 def step_picture(moments: Sequence[Moment]) -> StepPicture:
-    """Lay the moments of a step out."""
+    """Lay out the moments of a step on an axis."""
     units = {moment.label for moment in moments if moment.kind in (FORWARD, BACKWARD)}
     stretches, skipped_at = _stretches(moments)
     bars = [_compute_bar(s.compute, s) for s in stretches if s.compute is not None]
@@ -155,7 +155,7 @@ def _compute_bar(compute: Moment, stretch: _Stretch) -> Bar:
 def _gather_bars(stretches: Sequence[_Stretch], units: set[str]) -> list[Bar]:
     """Return a bar for the gathers of each unit, from their issue to the unit's computation."""
     bars: list[Bar] = []
-    # By unit, where the lane is free from on; a unit with several groups has one bar.
+    # Where each unit's first gather was issued; a unit with several groups has one bar.
     pending: dict[str, float] = {}
     for stretch in stretches:
         compute = stretch.compute

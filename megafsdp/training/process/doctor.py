@@ -38,10 +38,10 @@ _OPTIONAL = (
     ("transformers", "models are not compared with Hugging Face's in the tests"),
 )
 
-# What is installed under another name than it is imported by.
+# Packages that are installed under another name than they are imported by.
 _DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
 
-# By their names where they are imported and where they are installed.
+# The name to import, the name to install, and what is lost without it.
 _OPTIONAL_ON_GPUS = (
     ("fla", "fla-core", "the gated delta rule of linear attention runs in torch, slower"),
     ("causal_conv1d", "causal-conv1d", "the convolution of linear attention runs in torch, slower"),
@@ -111,7 +111,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _links(num_gpus: int) -> Iterator[Finding]:
-    """Say which neighbours cannot share layers out fast: tp exchanges activations in each layer."""
+    """Say which neighbours cannot share out layers fast: tp exchanges activations in each layer."""
     pairs = [(index, index + 1) for index in range(num_gpus - 1)]
     apart = [f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if apart:

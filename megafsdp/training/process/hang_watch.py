@@ -1,14 +1,14 @@
 """Name the ranks that leave the others waiting, and end the run, where torch would only time out.
 
-A thread of each rank looks at how many collectives the rank has issued. Where that number has not
-changed for the limit, it sets an alarm in the store, and the threads of all ranks write there how
-far they have come and what their main threads do. A rank that issued fewer collectives of a group
-than others, which wait since the limit, is the one that hangs. All ranks then end with the same
-message. A launcher with restarts left starts them anew, from the last checkpoint.
+A thread of each rank looks at how many collectives the rank has issued. If that number has not
+changed within the time limit, the thread sets an alarm in the store, and the threads of all ranks
+write there how far they have come and what their main threads do. The rank that hangs is one that
+issued fewer collectives of a group than others, which have waited for the limit. All ranks then end
+with the same message. A launcher with restarts left starts them anew, from the last checkpoint.
 
-The thread reads counts of issued collectives alone. So it works alike on gloo, where the main
+The thread reads only the counts of issued collectives, so it works alike on gloo, where the main
 thread waits in a collective, and on NCCL, where it may be one step ahead of the GPU. If all ranks
-have issued the same, as in a kernel that never ends, torch's own limit is left.
+have issued the same number, as with a kernel that never ends, only torch's own limit remains.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megafsdp.training.process.failure import describe, report_failure
 
 _LOGGER = logging.getLogger("megafsdp.training")
 
-# From the limit to the end of all ranks at most. torch's own limit comes after it.
+# The most time from the limit to the end of all ranks. torch's own limit comes after it.
 MAX_NAMING_S = 30.0
 _MAX_INTERVAL_S = 5.0
-# For the others to read the verdict before the store may end with this process.
+# Time for the others to read the verdict, as the store may end with this process.
 _FAREWELL_S = 0.5
 _EXIT_CODE = 1
 _NUM_FRAMES = 3
@@ -49,7 +49,7 @@ class Progress:
         still_s: How long it has issued no collective.
         counts: Number of collectives by name of the process group.
         members: Ranks of these groups.
-        recent: The last ones as (name of the group, number, kind, label).
+        recent: The last collectives, as (name of the group, number, kind, label).
         place: What the main thread does.
     """
 
@@ -74,7 +74,7 @@ def watching_for_hangs(
     """End all processes with one message if ranks are waited for longer than a limit; local.
 
     Args:
-        store: What the ranks of this start share.
+        store: The store that the ranks of this start share.
         rank: This process, whose main thread has entered the context.
         world_size: Number of processes.
         timeout_s: The limit.
@@ -84,7 +84,7 @@ def watching_for_hangs(
         return
     issued.forget()
     is_over = threading.Event()
-    # A connection of its own: a request of the main thread may wait in the store.
+    # Its own connection, as a request of the main thread may wait in the other one.
     own = store.clone()  # type: ignore[attr-defined] # torch's types lack it.
     watch = _Watch(own, rank, world_size, timeout_s)
     thread = threading.Thread(target=watch.run, args=(is_over,), name="hang watch", daemon=True)
@@ -134,7 +134,7 @@ class _Watch:
         if is_leader:
             self._store.set(f"{alarm}/verdict", self._judged(alarm))
         elif not self._waited([f"{alarm}/verdict"]):
-            # The leader has ended in between.
+            # The leader has ended in the meantime.
             return
         self._num_alarms += 1
         if verdict := self._store.get(f"{alarm}/verdict").decode():
@@ -142,7 +142,7 @@ class _Watch:
             time.sleep(_FAREWELL_S if is_leader else 0)
             # The main thread waits in native code, where no exception reaches it.
             os._exit(_EXIT_CODE)
-        # Long work of all ranks alike: no alarm again before it has taken twice as long.
+        # All ranks are in the same long work: no further alarm until it has taken twice as long.
         if progress.still_s >= self._timeout_s:
             self._patience_s = 2 * progress.still_s
 
@@ -156,7 +156,7 @@ class _Watch:
         )
 
     def _judged(self, alarm: str) -> str:
-        """Collect what the ranks have come to, and return the message of a hang, or nothing."""
+        """Collect how far the ranks have come, and return the message of a hang, or nothing."""
         ranks = range(self._world_size)
         self._waited([f"{alarm}/{rank}" for rank in ranks])
         progress = {}
@@ -179,7 +179,7 @@ def judge(progress: Mapping[int, Progress], *, timeout_s: float) -> str:
     """Return the message on ranks that leave others waiting; empty if there are none.
 
     Args:
-        progress: That of each rank that has answered.
+        progress: The progress of each rank that has answered.
         timeout_s: The limit.
     """
     members = {name: ranks for p in progress.values() for name, ranks in p.members.items()}
@@ -212,7 +212,7 @@ def _message(
     done = min(progress[r].counts.get(group, 0) if r in progress else 0 for r in missing)
     answering = [r for r in missing if r in progress]
     if not answering:
-        # How far they had come is not known: the others stand in what they have not reached.
+        # The missing ranks' counts are unknown: take the collective that the others wait in.
         done = progress[witness].counts[group] - 1
     what = progress[witness].find(group, done + 1) or "a collective"
     places = [f"rank {rank} {_doing(progress.get(rank), group)}" for rank in missing]
@@ -235,7 +235,7 @@ def _doing(progress: Progress | None, group: str) -> str:
 
 def _place(thread: int | None) -> str:
     """Return where a thread of this process is, innermost call first."""
-    # Of the interpreter's frames alone this names those of another thread.
+    # A private function of Python, the only one that gives the frames of another thread.
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "an unknown place"

@@ -3,7 +3,7 @@
 torchrun keeps one store over all restarts. The addresses that the processes of an earlier start
 wrote are still there, and a rank that reads one waits for a process that is dead. Counts of
 restarts do not tell starts apart: a machine that comes back counts from 0, and one that stays goes
-on counting. So the first rank draws a name for the start, and answers with it whoever asks:
+on counting. So the first rank draws a name for the start, and answers each rank that asks with it:
 
     rank 1                      store                                      rank 0
     writes a fresh nonce   -->  megafsdp/rank/1 = asks <nonce>
@@ -27,9 +27,9 @@ from megafsdp.errors import RankError, expected, listed
 
 _ROOT = "megafsdp"
 _NO_VALUE = "none"
-# Between two looks at the store; the first looks follow each other fast.
+# Pauses between two looks at the store; the first ones are short.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.005, 0.2
-# The first rank speaks for all, and the others wait so much longer for its word.
+# The first rank decides for all, so the others wait this much longer, for its answer.
 _GRACE_S = 10.0
 
 
@@ -58,7 +58,7 @@ def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> 
 
 
 def _gather(store: dist.Store, name: str, world_size: int, timeout_s: float) -> str:
-    """Wait on the first rank until all others have joined; return what went wrong, or nothing."""
+    """As the first rank, wait until all have joined; return what went wrong, or nothing."""
     missing = list(range(1, world_size))
     # Each rank's key is there from here on, so that one request reads all of them.
     for rank in missing:
@@ -77,7 +77,7 @@ def _gather(store: dist.Store, name: str, world_size: int, timeout_s: float) -> 
                     missing.remove(rank)
                     if int(size) != world_size:
                         odd_sizes[rank] = int(size)
-        # Ranks beyond those that the first one knows would never be missed.
+        # Odd sizes end the wait: ranks beyond the first one's world size would never be missed.
         return bool(odd_sizes) or not missing
 
     is_done = _waited(is_complete, timeout_s)

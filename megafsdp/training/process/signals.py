@@ -79,7 +79,7 @@ class StopRequest:
 def ending_on_signals() -> Iterator[None]:
     """End this process by SIGTERM or SIGINT inside the context, with a message; main thread only.
 
-    It ends at once also while the main thread waits in native code, where Python's own handlers
+    It ends at once even while the main thread waits in native code, where Python's own handlers
     would run only after the wait.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -87,7 +87,7 @@ def ending_on_signals() -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # The interpreter writes the number of a signal there in the moment in which it comes.
+    # The interpreter writes the number of a signal there at the moment it arrives.
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
     thread = threading.Thread(target=_end_by_signal, args=(reader,), daemon=True)
@@ -98,7 +98,7 @@ def ending_on_signals() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(previous_writer)
-        # The end of the pipe ends the thread, after all signals that are in it.
+        # Closing the pipe ends the thread, once it has read the signals in it.
         os.close(writer)
         thread.join()
         os.close(reader)

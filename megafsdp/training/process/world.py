@@ -22,7 +22,7 @@ from megafsdp.training.process.signals import ending_on_signals
 
 # Set by torchrun to True or False.
 _SERVED_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
-# What gloo and NCCL say where the process at the other end of a connection has ended.
+# What gloo and NCCL say if the process at the other end of a connection has ended.
 _LOST_RANK = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
     *("remote process exit", "ncclRemoteError", "peer has closed"),
@@ -92,8 +92,8 @@ def launch_number(name: str, default: int) -> int:
     """Read a number that a launcher has set in the environment; local.
 
     Args:
-        name: The variable's.
-        default: Its value where it is not set.
+        name: Name of the variable.
+        default: The number if it is not set.
 
     Raises:
         ConfigError: It is no whole number of at least 0.
@@ -131,16 +131,16 @@ def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
     SIGTERM and SIGINT end the process. Afterwards a thread looks for ranks that leave the others
     waiting, and ends all processes if there are any.
 
-    On CPU with several ranks a machine each gets one thread, unless OMP_NUM_THREADS is set: threads
-    of ranks that share cores slow each other down many times over. There glibc keeps freed memory,
-    unless its own variables are set.
+    On CPU with several ranks on a machine, each gets one thread, unless OMP_NUM_THREADS is set:
+    threads of ranks that share cores slow each other down many times over. Also on CPU, glibc keeps
+    freed memory, unless its own variables are set.
 
     Args:
         world: Where this process stands.
         timeout_s: How long ranks may wait for each other, to meet and in a collective.
 
     Raises:
-        ConfigError: The environment names a rank and not where the ranks meet.
+        ConfigError: The environment names a rank but not where the ranks meet.
         RankError: Other ranks did not come, or one has ended.
     """
     if world.device.type == "cuda":
@@ -169,7 +169,7 @@ def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
 
 
 def _lost_rank(error: RuntimeError) -> RankError:
-    """Return what stands for the many texts of libraries on a connection whose other end died."""
+    """Return one error for the many messages of libraries on a connection whose other end died."""
     kind, label = issued.recent[-1][2:] if issued.recent else ("the first collective", "")
     return RankError(
         expected(
@@ -184,7 +184,7 @@ def _lost_rank(error: RuntimeError) -> RankError:
 
 
 def _open_store(world: World, timeout_s: float) -> dist.Store:
-    """Return what the ranks of this start exchange addresses in; collective over all ranks."""
+    """Return the store where ranks of this start exchange addresses; collective over all ranks."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     for name in ("MASTER_ADDR", "MASTER_PORT"):

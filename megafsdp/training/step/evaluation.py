@@ -36,15 +36,15 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A text that a model is to go on with.
+    """A text for a model to continue.
 
     Attributes:
         prompt: What it begins with.
         num_tokens: How many tokens follow.
         max_context: The model sees at most this many of the last tokens.
         temperature: 0 takes the likeliest token.
-        top_k: Only so many of the likeliest tokens are drawn; None for all.
-        seed: Of the draws.
+        top_k: Draw from so many of the likeliest tokens; None for all.
+        seed: Seed of the draws.
         ends_early: Whether the text ends with the first end of a document.
     """
 
@@ -118,7 +118,7 @@ def evaluate(
     finally:
         model.train(was_training)
     all_reduce(sums, label="evaluation")
-    # Each sample was read by as many ranks as share a layer out, with the same loss.
+    # All ranks that share out a layer read the same samples and got the same loss.
     num_copies = sums[3] / loader.dp_size
     nats, num_tokens, num_bytes = (sums[:3] / num_copies).tolist()
     return EvaluationResult(
@@ -146,7 +146,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> None:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return what the model is given for a prompt: for an empty one the end of a document."""
+    """Return the tokens of a prompt; for an empty one, the end-of-document token."""
     return tokenizer.encode(prompt) or [tokenizer.eod]
 
 

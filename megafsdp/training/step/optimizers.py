@@ -26,8 +26,8 @@ def build_optimizer(
     """Return an optimizer over a model's trainable parameters; call it after sharding.
 
     Parameters of one dimension (norms, biases) form a group without weight decay, unless the
-    section says otherwise; so do those of each factor on the learning rate. FusedAdam clips in
-    its step; for the others :mod:`megafsdp.training.step.update` does it before.
+    section says otherwise; each factor on the learning rate has groups of its own. FusedAdam clips
+    in its step; for other optimizers :mod:`megafsdp.training.step.update` clips before the step.
     """
     groups = parameter_groups(model, section, muon)
     if section.kind == "muon":
@@ -67,8 +67,8 @@ def parameter_groups(
     """Divide trainable parameters by their hyperparameters; local.
 
     Returns:
-        Groups for an optimizer with all that is configured but the learning rate, which its
-        schedule sets; the same ones in the same order for the same model and configuration.
+        Groups for an optimizer with all configured values but the learning rate, which its
+        schedule sets. The same model and configuration give the same groups in the same order.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -93,7 +93,7 @@ def _common_options(section: OptimizerSection, muon: MuonSection) -> dict[str, A
         return {"momentum": section.momentum}
     betas = (float(section.betas[0]), float(section.betas[1]))
     if section.kind != "muon":
-        # torch's Adam reads this from the group, where a checkpoint of AdamW would leave its own.
+        # torch's Adam reads this from the group, where a checkpoint of AdamW would change it.
         is_decoupled = section.kind == "adamw"
         return {"betas": betas, "eps": section.eps, "decoupled_weight_decay": is_decoupled}
     return {

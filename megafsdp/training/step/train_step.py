@@ -4,8 +4,8 @@ Every decision here is made from reduced numbers, so all ranks decide alike. Lea
 by the caller; the loss of a microbatch is the mean over its tokens and training samples are never
 padded, so the mean over microbatches and ranks is the mean over the global batch.
 
-The host reads one tensor of numbers a step. Where the optimizer can skip a step on the device, it
-reads them after the next step's first forward was queued, so that the device does not run dry::
+The host reads one tensor of numbers a step. If the optimizer can skip a step on the device, the
+host reads after it has queued the next step's first forward, so that the device does not run dry::
 
     host     queue step 1   queue forward 2   read 1, decide   queue the rest of step 2   ...
     device                  [ step 1                  ][ forward 2 ][ rest of step 2 ]
@@ -46,7 +46,7 @@ class StepResult:
         is_skipped: True if the weights were left alone because a number was not finite.
         sample_ids: This rank's samples.
         loss_scale: Factor on the loss in this step; None without loss scaling.
-        statistics: What else was asked of it.
+        statistics: The other numbers that were asked for.
     """
 
     loss: float
@@ -63,7 +63,7 @@ class QueuedStep:
 
     Attributes:
         batches: This rank's microbatches.
-        losses: Theirs, 1-D.
+        losses: The microbatches' losses, 1-D.
         numbers: What the host reads.
         loss_scale: Factor on the loss; None without loss scaling.
         wanted: What else is among the numbers.
@@ -89,7 +89,7 @@ class _Numbers:
 
     @classmethod
     def of(cls, queued: QueuedStep) -> _Numbers:
-        """Read them."""
+        """Read the numbers of a queued step; waits for the device."""
         loss, num_ranks, num_requests, num_bad, grad_norm, *rest = queued.numbers.read()
         return cls(loss, num_ranks, num_requests, num_bad, grad_norm, tuple(rest))
 
@@ -100,7 +100,7 @@ class _Numbers:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether it and all gradients are finite."""
+        """Return whether the loss and all gradients are finite."""
         return math.isfinite(self.total_loss) and not self.num_bad
 
 
@@ -183,7 +183,7 @@ class TrainStep:
         numbers = self._reduce(losses, self._update.measure(), statistics)
         queued = QueuedStep(batches, losses, LateNumbers(numbers), loss_scale, wanted)
         if self.reads_late:
-            # In the order of _Numbers, of which these are the first and the fourth.
+            # The loss and num_bad, as placed in _Numbers.
             is_finite = torch.isfinite(numbers[0]) & (numbers[3] == 0)
             self._update.take((~is_finite).float())
         else:
@@ -239,11 +239,11 @@ class TrainStep:
     ) -> torch.Tensor:
         """Return what the host reads of a step, fp64 on the device: see :class:`_Numbers`.
 
-        The all-reduce of the loss agrees on a request to stop too, and on gradients that are not
-        finite: where they are whole on every rank, one rank's copy alone may be bad.
+        The all-reduce of the loss also agrees on a request to stop and on gradients that are not
+        finite: if every rank has whole gradients, they may be bad on one rank alone.
         """
         one = torch.ones((), dtype=torch.float64, device=self._device)
-        # Norms of gradients on the host are there. Queued, so that nothing waits for the device.
+        # Norms of gradients on the host lie there; a queued copy does not wait for the device.
         rest = [t.double().to(self._device, non_blocking=True) for t in (norm.view(1), *statistics)]
         is_bad = ~torch.isfinite(rest[0][0])
         sums = torch.stack(
@@ -264,7 +264,7 @@ class TrainStep:
             # Only the gradients are broken: any sample of the batch may have done it.
             all_ids = torch.cat([batch.sample_ids for batch in batches]).tolist()
             ids = [sample for of_rank in all_gather_objects(all_ids) for sample in of_rank]
-        # Ranks that share a layer out have read the same samples.
+        # Ranks that share out a layer have read the same samples.
         shown = f"{sorted(set(ids))[:_MAX_IDS]}"
         found = f"loss {loss} and gradient norm {grad_norm}"
         self.num_skips_in_a_row += 1

@@ -1,8 +1,8 @@
 """Measure the gradients of a global batch, and take one clipped step of the optimizer and routers.
 
 FusedAdam measures the norm and clips by it: its step multiplies by the factors of unscaling and
-clipping, and the gradients are left as they are. Elsewhere gradients are unscaled and
-clipped in place first. Both give the same weights, bit for bit where main gradients are fp32 and
+clipping, and the gradients are left as they are. For other optimizers gradients are unscaled and
+clipped in place first. Both give the same weights, bit for bit if main gradients are fp32 and
 the loss scale a power of two. What is measured stays on the device; whether a step is taken is
 decided by :mod:`megafsdp.training.step.train_step`, between the norm and the step.
 """
@@ -26,7 +26,7 @@ from megafsdp.parallel import Router, end_router_step, router_metrics
 
 @dataclass(frozen=True, slots=True)
 class StatisticsRequest:
-    """What to compute of a step beside its loss and the norm of its gradients.
+    """What to compute of a step besides its loss and the norm of its gradients.
 
     Attributes:
         group_norms: The norm of each parameter group's gradients.
@@ -41,7 +41,7 @@ class StatisticsRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """What is logged of a step beside its loss and gradient norm, alike on all ranks.
+    """What is logged of a step besides its loss and gradient norm, alike on all ranks.
 
     Attributes:
         group_norms: Norm of each parameter group, unscaled and before clipping; empty if unwanted.
@@ -77,7 +77,7 @@ class WeightUpdate:
     """Measure the norm of a step's gradients, then take the step or skip it.
 
     Args:
-        model: Whose gradients are clipped together.
+        model: The model whose gradients are clipped together.
         optimizer: Over the model's trainable parameters; a FusedAdam clips by itself, by its
             ``max_grad_norm``.
         clip_norm: Largest norm of all gradients; None does not clip.
@@ -87,7 +87,7 @@ class WeightUpdate:
         skips_on_device: Whether a step is queued before the host knows that it may be taken.
 
     Raises:
-        ValueError: A FusedAdam clips otherwise, or lacks a trainable parameter.
+        ValueError: A FusedAdam clips by another norm, or lacks a trainable parameter.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class WeightUpdate:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale(self) -> None:
-        """Take the loss scale off the gradients, unless the optimizer's step does.
+        """Divide the gradients by the loss scale, unless the optimizer's step does so.
 
-        Collective over all ranks where it does: one all-reduce of one element.
+        Collective over all ranks if they are divided here: one all-reduce of one element.
         """
         if self._scaler is not None and not isinstance(self._optimizer, FusedAdam):
             self._scaler.queue_unscale(self._optimizer)
@@ -168,11 +168,11 @@ class WeightUpdate:
     def take(self, found_inf: torch.Tensor | bool) -> None:
         """Step unless a number is not finite, and drop the gradients; :meth:`settle` comes next.
 
-        Biases of routers move with the weights: one all-reduce over all ranks where there are any.
+        Biases of routers move with the weights: one all-reduce over all ranks if there are any.
 
         Args:
-            found_inf: What all ranks found; where :attr:`skips_on_device` a 0-dim fp32 tensor
-                there, by which the queued step changes nothing unless it is zero.
+            found_inf: What all ranks found. With :attr:`skips_on_device` it is a 0-dim fp32 tensor
+                on the device, and the queued step changes nothing unless it is zero.
         """
         if isinstance(found_inf, torch.Tensor):
             self._step(found_inf)
@@ -183,7 +183,7 @@ class WeightUpdate:
             end_router_step(self._model, found_inf=found_inf)
 
     def settle(self, *, is_finite: bool) -> None:
-        """Take over what the host has learnt of the step; before the next loss is scaled."""
+        """Apply what the host has learnt of the step, before the next loss is scaled."""
         if not is_finite and self.skips_on_device:
             assert isinstance(self._optimizer, FusedAdam), "it has queued a step"
             self._optimizer.take_back_step()
@@ -196,7 +196,7 @@ class WeightUpdate:
             optimizer.step()
             return
         if loss_scale is not None:
-            # torch's protocol of optimizers that unscale by themselves.
+            # torch's protocol for optimizers that unscale by themselves.
             scale = torch.tensor(loss_scale, dtype=torch.float64, device="cpu")
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
         try:
