@@ -36,7 +36,7 @@ def build_blending_indices(
 
     Raises:
         ConfigError: A weight is not positive and finite, there are none or too many, the length is
-            negative, or the limits are too low or not as many.
+            negative, or the limits are too low or not as many as the weights.
     """
     _check(weights, num_samples)
     if limits is not None and len(limits) != len(weights):
@@ -48,7 +48,7 @@ def build_blending_indices(
 
 
 def shares_of(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return weights as shares of one, on which alone the order of a blend depends."""
+    """Return weights divided by their sum; the order of a blend depends on nothing else."""
     shares = np.array(weights, dtype=np.float64)
     return shares / shares.sum()
 

@@ -1,4 +1,4 @@
-"""The two inner loops of the sample index, each compiled by numba and without it.
+"""The two inner loops of the sample index, each with a version in numba and one without.
 
 ``place_samples`` finds the start of every training sample in a sequence of documents;
 ``interleave`` deals the samples of a blend to its datasets. numba changes the time, not the
@@ -59,7 +59,7 @@ def place_samples(
     num_steps = len(document_index) + num_samples
     place = _compiled(_walk) if _uses_numba(num_steps) else _search
     place(lengths, document_index, sequence_length, num_tokens - 1, rows)
-    # Where the first documents are empty, Megatron starts in the first all the same.
+    # As in Megatron, sample 0 starts in the first document even if that is empty.
     rows[0] = 0
     return rows
 

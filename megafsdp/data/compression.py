@@ -1,8 +1,8 @@
 """Compressed files as streams of bytes: gzip and xz by Python, zstd by an optional package.
 
-A file is known by its first bytes, not by its name; a name that promises a compression which is
-not there is refused. What is cut short or damaged raises, in the middle of a stream and between
-two streams too: a corpus never ends early without a word.
+A file is known by its first bytes, not by its name; a name that promises a compression which the
+file does not have is refused. Damaged or truncated files raise, in the middle of a stream and also
+between two streams: a corpus never ends early without an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megafsdp.errors import ConfigError, DataError, expected
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# Endings that say nothing of what is inside.
+# Endings that say nothing about the content.
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst")
-# Those of compressions and archives that are not read.
+# Endings of compressions and archives that are not supported.
 _FOREIGN_SUFFIXES = (".7z", ".br", ".bz2", ".lz", ".lz4", ".lzma", ".lzo", ".rar", ".z", ".zip")
 _CHUNK_NBYTES = 1 << 16
 # Zeros may stand between the streams of an xz file and behind the last, in units of this size.
@@ -33,7 +33,7 @@ _XZ_PADDING_NBYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ByteStream:
-    """A file that is read.
+    """A file being read.
 
     Attributes:
         lines: Its bytes, decompressed.
@@ -53,8 +53,8 @@ def open_stream(path: Path) -> Iterator[ByteStream]:
 
     Raises:
         ConfigError: The file is zstd's and the package zstandard is not installed.
-        DataError: The name ends as that of a compressed file, and the content is none that is
-            read. Inside of the context: what is read is damaged or cut short.
+        DataError: The name ends like a compressed file's, but the content is of no supported kind.
+            Inside of the context: the file is damaged or cut short.
     """
     with path.open("rb") as file, contextlib.ExitStack() as opened:
         start = file.peek()
@@ -78,7 +78,7 @@ def open_stream(path: Path) -> Iterator[ByteStream]:
 
 
 def _require_plain_name(path: Path, start: bytes) -> None:
-    """Refuse a name that ends as that of a compressed file: its bytes are not text to learn."""
+    """Refuse a name that ends like a compressed file's: its bytes are not text to learn."""
     if path.suffix.lower() in (*COMPRESSION_SUFFIXES, *_FOREIGN_SUFFIXES):
         raise DataError(
             expected(
@@ -100,10 +100,10 @@ def without_compression_suffix(name: str) -> str:
 
 
 class _StreamsFile(io.RawIOBase):
-    """The content of a file of compressed streams, one behind the other.
+    """The content of a file of compressed streams, one after the other.
 
-    The packages' own readers end without an error where a frame of zstd is cut short, and where
-    damage follows a stream of xz.
+    The packages' own readers end without an error if a frame of zstd is cut short, or if damage
+    follows a stream of xz.
 
     Args:
         file: The compressed file.
@@ -140,7 +140,7 @@ class _StreamsFile(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         """Fill a buffer as far as there is content; 0 at the end of the file."""
         while not self._content:
-            # One with a limit may have more content of what it was given.
+            # A decompressor with a limit may have more content of its last input.
             if self._stream is None or getattr(self._stream, "needs_input", True):
                 self._compressed = self._compressed or self._file.read(_CHUNK_NBYTES)
                 if not self._compressed:
@@ -205,8 +205,8 @@ def _open_zstd(file: BinaryIO, path: Path) -> io.BufferedReader:
     return io.BufferedReader(streams, _CHUNK_NBYTES)
 
 
-# What the files begin with, which no text does. pzstd begins with a frame to be skipped, whose
-# size it is; such a frame has one of sixteen beginnings.
+# First bytes of the files, with which no text begins. pzstd writes a frame to be skipped first, and
+# such frames have sixteen possible beginnings.
 _KINDS = {
     **{b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"},
     **{bytes([first]) + b"\x2a\x4d\x18": "zstd" for first in range(0x50, 0x60)},

@@ -70,7 +70,7 @@ def _load(entry: Path, text: str) -> Arrays:
 def _publish(entry: Path, text: str, arrays: Arrays) -> None:
     temporary = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
     try:
-        # By the umask: other users may share the cache, from whom mkdtemp() would keep it.
+        # With the umask's permissions: mkdtemp() would keep other users out of a shared cache.
         temporary.mkdir(parents=True)
         _write(temporary, text, arrays)
         os.rename(temporary, entry)
@@ -86,7 +86,7 @@ def _write(folder: Path, text: str, arrays: Arrays) -> None:
     (folder / _DESCRIPTION).write_text(json.dumps(stored, indent=1))
     for name, array in arrays.items():
         np.save(_file(folder, name), array)
-    # The rename may reach the disk before the content, and a power loss between them.
+    # Otherwise the rename may reach the disk before the content, and the power fail in between.
     for path in folder.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())

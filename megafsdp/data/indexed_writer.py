@@ -118,14 +118,14 @@ class IndexedDatasetWriter:
                 _make_durable(index)
             _make_durable(self._file)
             self._file.close()
-            # Between the two renames a reader would else read the new tokens by the old index.
+            # Otherwise a reader between the two renames would read new tokens by the old index.
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             os.replace(f"{self._temporary}.bin", f"{self.prefix}.bin")
             os.replace(f"{self._temporary}.idx", f"{self.prefix}.idx")
 
     def discard(self) -> None:
         """Delete what was written; an older pair under the same prefix stays."""
-        # On a full disk the rest of the buffer cannot be written, which is deleted in any case.
+        # On a full disk the rest of the buffer cannot be written; the file is deleted anyway.
         with contextlib.suppress(OSError):
             self._file.close()
         for suffix in (".bin", ".idx"):

@@ -33,8 +33,8 @@ class Batch:
         labels: (B, T) int64, the next token of every input.
         loss_mask: (B, T) fp32, 1 where the label is a real token, 0 where it is padding.
         sample_ids: (B,) int64, number of each sample in the dataset; -1 for a row of padding.
-        document_lengths: Of each row the tokens of each document in it, in their order; padding
-            counts as part of the last. None where the loader does not tell them apart.
+        document_lengths: For each row the number of tokens of each of its documents, in order;
+            padding counts as part of the last. None if the loader ignores documents.
     """
 
     tokens: torch.Tensor
@@ -61,7 +61,7 @@ class Loader:
         dataset: Samples by number.
         global_batch_size: Samples of one step over all ranks.
         micro_batch_size: Samples of one forward on one rank.
-        dp_rank: This rank among the data-parallel ranks; ranks that share a layer or a sequence out
+        dp_rank: This rank among the data-parallel ranks; ranks that share out a layer or a sequence
             have the same.
         dp_size: Number of data-parallel ranks.
         pin_memory: Lock the pages of tokens, labels and masks, so that a copy of them to a GPU with
@@ -70,8 +70,8 @@ class Loader:
         pad_last: Fill the last global batch with masked rows, so that an evaluation sees every
             sample once. Without it an incomplete global batch is an error. A microbatch may be
             masked as a whole: sum losses and mask over microbatches and ranks before dividing.
-        end_of_document: The token that is each document's last, by which batches say where the
-            documents of a row end; None takes no notice of documents.
+        end_of_document: The last token of each document, by which batches say where the documents
+            of a row end; None ignores documents.
 
     Raises:
         ConfigError: The global batch is not a whole number of microbatches on every rank.
@@ -106,7 +106,7 @@ class Loader:
 
     @property
     def num_steps(self) -> int:
-        """Return how many global batches there are, with ``pad_last`` the incomplete one too."""
+        """Return the number of global batches; ``pad_last`` adds the incomplete one."""
         num_samples = len(self.dataset) + (self.global_batch_size - 1 if self._pads_last else 0)
         return num_samples // self.global_batch_size
 
@@ -163,7 +163,7 @@ class Loader:
         return batch
 
     def _document_lengths(self, stored: NDArray[np.int64], row_length: int) -> list[int]:
-        """Return how a row of tokens, and padding after them, is made of documents."""
+        """Return the lengths of the documents in a row; padding belongs to the last."""
         ends = np.flatnonzero(stored[:-1] == self._end_of_document) + 1
         return np.diff(ends, prepend=0, append=row_length).tolist()
 

@@ -57,7 +57,7 @@ def locked_folder(
                 is_ours = lock_descriptor(file.fileno(), blocking=False)
             except OSError as error:
                 failure = error
-        # Not within except: errors of the job would be told as followers of this one.
+        # Not within except: errors of the job would be chained to this one.
         if failure is not None:
             warn_unlocked(folder, failure)
             yield False
@@ -67,8 +67,8 @@ def locked_folder(
             what, holder = "a folder in which no other job runs", file.read().strip()
             hint = "Wait until that job has ended or end it, or choose another folder"
             raise ConfigError(expected(what, holder or "another process", where=where, hint=hint))
-        # On a full disk the next job is refused all the same, without the name of this one. Past
-        # the file's buffer, which would be written once more when the file is closed.
+        # If the disk is full, the next job is refused all the same, without the name of this one.
+        # Not through the file's buffer, which would be flushed again when the file is closed.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -77,10 +77,10 @@ def locked_folder(
 
 def _open_lock(path: Path) -> TextIO:
     try:
-        # Opened for writing, as NFS asks of an exclusive lock.
+        # Opened for writing, as NFS requires for an exclusive lock.
         return path.open("a+", encoding="utf-8")
     except PermissionError:
-        # One that another user has left; a local file system locks what can only be read.
+        # A file of another user; a local file system can lock what can only be read.
         return path.open(encoding="utf-8")
 
 
@@ -96,12 +96,12 @@ def warn_unlocked(folder: object, error: Exception) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in place of an older one, which stays if this fails; no rest is left.
+    """Replace a text file at once; if this fails, the older one stays and nothing else is left.
 
     Raises:
         OSError: It cannot be written.
     """
-    # Not by the process alone: containers that share a disk number theirs alike.
+    # The process id is not enough: containers that share a disk may have the same ids.
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Preparation of text for training: ``train`` and ``validation`` token files and a record of both.
+"""Prepare text for training: ``train`` and ``validation`` token files and a record of both.
 
 Files are sorted and shuffled by the seed; every ``validation_every``-th document goes to the
 validation set; each document ends with the tokenizer's end-of-document token. The corpus streams
-through: one document is in memory at a time, or a few batches of them where several processes
-tokenize (``megafsdp.data.prep_workers``), which changes no bit of the results. Output files replace
+through: one document is in memory at a time, or a few batches of them if several processes
+tokenize (``megafsdp.data.prep_workers``), with the same results to the bit. Output files replace
 older ones only when they are complete, and ``meta.json`` comes last, so an interrupted preparation
 starts over and a finished one is not repeated. One preparation at a time writes to a folder.
 """
@@ -113,7 +113,7 @@ class PrepRecord:
         train: The training split.
         validation: The validation split.
         tokenizer: Its specification.
-        vocab_size: Its vocabulary, which a model needs at least.
+        vocab_size: Its vocabulary, the least that a model needs.
         content_sha256: Hash of all documents in order and of their split.
         input_sha256: Hash of the inputs' names, sizes and times and of the tokenizer file.
         options: The options that decide the content.
@@ -242,8 +242,8 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
         )
         for number, (text, tokens) in enumerate(tokenized, start=1):
             if not text:
-                # Counted all the same, so that sources and docstrings of the standard library
-                # hold out the same files and can be blended.
+                # An empty document counts all the same, so that sources and docstrings of the
+                # standard library hold out the same files and can be blended.
                 continue
             every = options.validation_every
             split = "validation" if every and number % every == 0 else "train"
@@ -259,8 +259,8 @@ def _write_splits(options: PrepOptions, files: list[TextFile], tokenizer: Tokeni
             hint = "Give more text"
             where = f"the {len(files)} input files"
             raise DataError(expected("text to train on", "none", where=where, hint=hint))
-        # Older results stay whole until the new ones are; then their record goes first, so that no
-        # record ever stands beside the files of another.
+        # Older results stay until the new ones are complete. Then their record is deleted first, so
+        # that no record ever stands beside other files than its own.
         Path(options.output, _META_FILE).unlink(missing_ok=True)
     return written
 
@@ -322,7 +322,7 @@ def _input_sha256(files: list[TextFile], tokenizer: Tokenizer) -> str:
     for file in files:
         digest.update(f"{file.name} {file.nbytes} {file.mtime_ns}\n".encode())
     if isinstance(tokenizer, JsonTokenizer):
-        # The token may be named in a file beside it.
+        # The end-of-document token may be named in another file.
         digest.update(f"{tokenizer.eod} ".encode() + Path(tokenizer.path).read_bytes())
     return digest.hexdigest()
 

@@ -1,6 +1,6 @@
-"""Texts to tokens in worker processes, in the order of the texts.
+"""Tokenize texts in worker processes, in the order of the texts.
 
-One process reads and writes, the workers tokenize. Batches of texts go to the workers in turns and
+One process reads and writes, the workers tokenize. Batches of texts go to the workers in turn and
 come back in the same order, one for each worker at a time, so that the results are those of one
 process and memory does not grow with the corpus::
 
@@ -8,8 +8,8 @@ process and memory does not grow with the corpus::
     worker 0        [ 0  ][ 2        ][ 4        ]
     worker 1           [ 1     ][ 3        ][ 5 ...
 
-Each worker has a pipe of its own, of which no other process has an end: a process that ends, be it
-killed, closes the pipe, and whoever is at the other end finds out at once.
+Each worker has a pipe of its own that no other worker shares: a process that ends, even if it is
+killed, closes the pipe, and the process at the other end notices at once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def tokenize(
 
     Args:
         texts: Read as many batches ahead of what is yielded as there are workers.
-        tokenizer: Used in this process where there is one worker.
-        spec: What the workers load theirs by.
+        tokenizer: Used in this process if there is one worker.
+        spec: What each worker loads its tokenizer by.
         num_workers: Processes that tokenize; 1 starts none.
 
     Raises:
@@ -57,11 +57,11 @@ def tokenize(
         workers = [started.enter_context(_Worker(context, spec)) for _ in range(num_workers)]
         turns = itertools.cycle(workers)
         for batch, worker in zip(_batches(texts), turns, strict=False):
-            # Asked for before more is sent: of two processes that both send, neither receives.
+            # Receive before more is sent: if both processes send, neither of them receives.
             oldest = worker.receive()
             worker.send(batch)
             yield from oldest
-        # Of the workers that have a batch, the one whose turn comes first has the oldest.
+        # The worker whose turn is next has the oldest batch.
         for worker in itertools.islice(turns, num_workers):
             yield from worker.receive()
 
@@ -136,14 +136,14 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """Return how workers start: forked by a process that has no threads, where there is one.
+    """Return how workers start: forked by a server process without threads, if there is one.
 
-    This process has threads, which a fork would copy in any state.
+    This process has threads, whose locks a fork would copy in any state.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Importing the package takes seconds: once for all workers.
+    # Import the package, which takes seconds, once for all workers.
     context.set_forkserver_preload([__name__])
     return context
 

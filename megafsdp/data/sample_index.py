@@ -77,7 +77,7 @@ class SampleIndex:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """Numbers of epochs and samples that a request comes to.
+    """Numbers of epochs and samples that a request needs.
 
     Attributes:
         num_epochs: How often the documents are read.

@@ -59,8 +59,8 @@ class SampleDataset:
         cache_dir: Folder that keeps the indices between runs; None builds them each time.
 
     Attributes:
-        lengths_sha256: Digest of the lengths of the sequences in their order, which decides with
-            the arguments which tokens make which sample.
+        lengths_sha256: Digest of the lengths of the sequences in order. Lengths and arguments
+            together decide which tokens make which sample.
 
     Raises:
         ConfigError: A number is not positive.

@@ -46,7 +46,7 @@ def table_rows(path: Path, column: str) -> Iterator[tuple[str, float]]:
 
     Args:
         path: A Parquet file, or a folder of ``datasets``.
-        column: Its name.
+        column: Name of the column.
 
     Yields:
         Each text, and the share of the table that is read with it.
@@ -93,7 +93,7 @@ def dataset_batches(path: Path, column: str) -> Iterator[Rows]:
         raise _missing("datasets", "datasets", path, error) from error
     try:
         table = datasets.load_from_disk(str(path))
-    except Exception as error:  # Of Arrow, of JSON, or of the files.
+    except Exception as error:  # Errors of Arrow, of JSON, or of the files.
         what = "a folder that Dataset.save_to_disk() wrote"
         hint = "Write the folder again, or take it out of the inputs"
         raise DataError(expected(what, error, where=f"folder '{path}'", hint=hint)) from error

@@ -22,8 +22,8 @@ from megafsdp.data.compression import open_stream, without_compression_suffix
 from megafsdp.data.tables import PARQUET_SUFFIX, is_dataset_folder, table_rows
 from megafsdp.errors import ConfigError, DataError, expected
 
-# Tables and generated data that a model learns by heart, which would make the losses flattering,
-# tests, which are not uniform in kind, and what is not the standard library's.
+# Left out: tables and generated data, which a model learns by heart so that losses would flatter
+# it; tests, which are not uniform in kind; and what is not part of the standard library.
 _NOT_STDLIB = frozenset(
     {
         "__pycache__",
@@ -109,7 +109,7 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str]) -> list[TextFile]
 
 
 def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Return a file, or those of a folder; none of what is neither."""
+    """Return a file, or the files of a folder, or nothing if the path is neither."""
     if not path.is_dir():
         return [path] if path.is_file() else []
     if is_dataset_folder(path):
@@ -151,10 +151,10 @@ def file_documents(
         json_key: Key of the text in a JSON line; name of its column in a table.
         encoding_errors: ``"strict"`` refuses a file that is not UTF-8, ``"replace"`` reads broken
             characters as U+FFFD.
-        takes_json_as_text: Whether a .json file without JSON lines of the key is text, not refused.
+        takes_json_as_text: Read a .json file without JSON lines of the key as text, not refuse it.
 
     Returns:
-        A function from a file to its documents; it raises DataError where the file is not as it
+        A function from a file to its documents; it raises DataError if the file is not as it
         should be.
     """
 

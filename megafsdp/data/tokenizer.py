@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BYTE_SPEC = "byte"
 TOKENIZER_FILE = "tokenizer.json"
-# What transformers writes beside it, which names the end of a document.
+# Files that transformers writes beside it; they name the end-of-document token.
 TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _EOD_TEXTS = (
     "<|endoftext|>",
@@ -192,14 +192,14 @@ def _load_json(path: str) -> tokenizers.Tokenizer:
     except Exception as error:  # The library raises bare Exception.
         what = "a tokenizer file"
         raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
-    # Files keep what their model was used with: documents would be cut at its length, or filled.
+    # Files keep truncation and padding of their model, which would cut documents or fill them.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _configured_eod(folder: Path) -> str | None:
-    """Return the end of a text in the files that transformers saves with a tokenizer, if any."""
+    """Return the end-of-text token in the files that transformers saves with a tokenizer."""
     for name in TOKENIZER_CONFIG_FILES:
         path = folder / name
         try:
@@ -211,7 +211,7 @@ def _configured_eod(folder: Path) -> str | None:
             what = "the fields of a tokenizer's configuration in JSON"
             raise ConfigError(expected(what, error, where=f"'{path}'", hint=hint)) from error
         token = fields.get("eos_token") if isinstance(fields, dict) else None
-        # An added token is spelt with its properties.
+        # An added token is a dict of its text and properties.
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             return text
