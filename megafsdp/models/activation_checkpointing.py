@@ -22,8 +22,8 @@ CheckpointingMode = Literal["none", "full", "selective"]
 
 _MODES = ("none", "full", "selective")
 
-# The outputs of products of activations and weights, and of fused attention. A batched product is
-# not among them: without a fused kernel, attention's scores are one, and quadratic in the sequence.
+# The outputs of products of activations and weights, and of fused attention. Batched products are
+# not kept: without a fused kernel, attention's scores are one, and quadratic in the sequence.
 _KEPT_BY_SELECTIVE = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -50,8 +50,8 @@ class ActivationCheckpointing:
     Attributes:
         mode: ``none`` keeps all activations. ``full`` keeps a layer's input and runs the layer
             again. ``selective`` keeps the outputs of matrix products and attention too, and
-            recomputes the cheap rest: norms, activation functions, rotations. Of layers that
-            inductor compiles it keeps attention alone.
+            recomputes the cheap rest: norms, activation functions, rotations. In layers that
+            inductor compiles it keeps attention only.
         every: Layers 0, ``every``, 2 * ``every`` and so on are checkpointed, the others not.
         use_reentrant: torch's older implementation, for ``full`` only: it records no graph in
             forward, and gives no gradients unless the layer's input requires one.
@@ -65,8 +65,8 @@ class ActivationCheckpointing:
         """Check every value and the relations between them.
 
         Raises:
-            ConfigError: The mode is unknown, ``every`` is below 1, or ``use_reentrant`` is asked
-                of ``selective``.
+            ConfigError: The mode is unknown, ``every`` is below 1, or ``use_reentrant`` is set for
+                ``selective``.
         """
         if self.mode not in _MODES:
             raise _bad("mode", f"one of {', '.join(_MODES)}", repr(self.mode), "Name one of these")
@@ -87,7 +87,7 @@ class ActivationCheckpointing:
             layer: Called with the hidden states and what follows them; again in backward.
             index: Its place in the stack, from 0.
             x_BTH: Hidden states.
-            *others: What the layer is called with beside them, such as the rotary table.
+            *others: Further arguments of the layer, such as the rotary table.
 
         Returns:
             The layer's output.

@@ -1,4 +1,4 @@
-"""From a config to a model, and to the classes that sharding takes as its units."""
+"""Build a model from a config, and name the classes that sharding takes as its units."""
 
 from __future__ import annotations
 

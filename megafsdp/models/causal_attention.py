@@ -37,10 +37,10 @@ def causal_attention(
         k_BGTD: Keys; G divides N, and each serves N / G successive heads.
         v_BGTD: Values.
         cp_group: Ranks that have the other tokens, as :mod:`megafsdp.parallel.context` shares them
-            out; None if all are here. The call is then collective over them, and each rank has the
-            keys and values of the whole sequence meanwhile.
-        documents: Those of the rows, with cp of the whole sequence; queries attend to keys of
-            their own document alone. None for one document a row.
+            out; None if all are here. With it the call is collective, and each rank temporarily has
+            the keys and values of the whole sequence.
+        documents: Documents of the rows (with cp, of the whole sequence); queries attend only to
+            keys of their own document. None for one document a row.
 
     Returns:
         (B, N, T, D) in the dtype of the queries.
@@ -61,7 +61,7 @@ def _attend_across(
     group: dist.ProcessGroup,
     documents: Documents | None,
 ) -> Tensor:
-    """Have the queries of both chunks attend to the keys of the whole sequence before them."""
+    """Let the queries of both chunks attend to all keys of the sequence up to their own place."""
     both_BGTX = whole_sequence(torch.cat((k_BGTD, v_BGTD), dim=-1), group, dim=2)
     k_BGTD, v_BGTD = both_BGTX.split((k_BGTD.shape[-1], v_BGTD.shape[-1]), dim=-1)
     contexts_BNTD = []
@@ -81,7 +81,7 @@ def _attend_across(
 def _attend_in_documents(
     q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents, start: int = 0
 ) -> Tensor:
-    """Have T successive tokens of S attend, each document by itself; the first is at ``start``."""
+    """Let T successive tokens of S, the first at ``start``, attend within their documents."""
     num_rows, stop = q_BNTD.shape[0], start + q_BNTD.shape[2]
     documents.check(num_rows, k_BGSD.shape[2], where="the documents given to causal_attention()")
     queries, keys = documents.between(start, stop), documents.between(0, stop)
@@ -98,7 +98,7 @@ def _attend_in_documents(
         contexts_NTD = [
             attend_to_end(*(x.unsqueeze(0) for x in document)).squeeze(0)
             for document in pieces
-            # Those that end before the first query have none.
+            # Documents that end before the first query have no queries.
             if document[0].shape[1]
         ]
         rows_NTD.append(torch.cat(contexts_NTD, dim=1))
@@ -114,10 +114,10 @@ def attend_to_end(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
     num_queries, num_keys = q_BNTD.shape[2], k_BGSD.shape[2]
     mask = None
     if num_queries != num_keys:
-        # Not at the top: it imports the compiler, which takes seconds.
+        # Imported here, as it imports the compiler, which takes seconds.
         from torch.nn.attention.bias import causal_lower_right
 
-        # No tensor of values: it tells torch which kernel to take.
+        # Not a tensor of values: it tells torch which kernel to take.
         with without_modes():
             mask = causal_lower_right(num_queries, num_keys)
     context_BNTD = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Layers that every architecture is put together from.
+"""Layers that every architecture is built from.
 
 Modules that own parameters are those of :mod:`megafsdp.parallel`, and parameter names are
 Megatron-core's (its local spec). The file knows nothing of data parallelism: a parameter is read
@@ -76,9 +76,9 @@ def rotate(x_BTND: Tensor, cos_T1S: Tensor, sin_T1S: Tensor) -> Tensor:
 
 
 def rotary_factors(rotary_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay a rotary table out as the two factors that ``rotate`` takes, contiguous.
+    """Return a rotary table as the two contiguous factors that ``rotate`` takes.
 
-    Where documents lie in the rows, the table is of each row, and so are the factors.
+    With documents in the rows, each row has a table of its own, and factors of its own.
     """
     cos_TR, sin_TR = rotary_TR.real, rotary_TR.imag
     cos_T1S = torch.cat((cos_TR, cos_TR), dim=-1).unsqueeze(-2)
@@ -87,7 +87,7 @@ def rotary_factors(rotary_TR: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SelfAttention(ParallelModule):
-    """Causal attention with grouped queries, and where asked normed heads and rotary positions.
+    """Causal attention with grouped queries, and optionally normed heads and rotary positions.
 
     The rows of ``linear_qkv`` repeat [query heads of g; key head of g; value head of g] for each
     query group g, so that cutting dim 0 between groups leaves every rank whole heads. With 4 heads
@@ -101,7 +101,7 @@ class SelfAttention(ParallelModule):
         config: Sizes, initial spread and epsilon.
         has_bias: True if both linear maps add a bias.
         has_head_norms: True if each query and key head passes an RMSNorm.
-        has_output_gate: True if what a head has read is multiplied by the sigmoid of a gate head.
+        has_output_gate: True if a head's output is multiplied by the sigmoid of a gate head.
         has_zero_centered_norms: True if the factors of these norms are 1 plus their weights.
     """
 
@@ -165,7 +165,7 @@ class SelfAttention(ParallelModule):
             x_BTH: Normed hidden states.
             rotary_TR: Rotary table of these tokens, with documents (B, T, R); None where positions
                 are not rotations.
-            documents: Those of the rows, with cp of the whole sequence; None for one a row.
+            documents: Documents of the rows (with cp, of the whole sequence); None for one a row.
 
         Returns:
             (B, T, H), to be added to the residual stream.
@@ -193,7 +193,7 @@ class SelfAttention(ParallelModule):
 
 
 def _head_norm(config: ModelConfig, zero_centered: bool) -> RMSNorm:
-    # The ranks of tp have different heads, also where each has the whole sequence.
+    # The ranks of tp have different heads, even if each has the whole sequence.
     return RMSNorm(
         config.head_dim, config.norm_eps, zero_centered=zero_centered, sequence_parallel=True
     )
@@ -253,7 +253,7 @@ class TransformerLayer(ParallelModule):
         input_layernorm: Norm before attention.
         self_attention: Called with (B, T, H), the rotary table and the documents.
         pre_mlp_layernorm: Norm before the MLP.
-        mlp: Called with (B, T, H), of a mixture with the forward's ``RoutedBatch`` too.
+        mlp: Called with (B, T, H); a mixture of experts also gets the forward's ``RoutedBatch``.
     """
 
     def __init__(

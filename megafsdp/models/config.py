@@ -49,14 +49,14 @@ class ModelConfig:
         architecture: Which block: ``gpt`` (learned positions, LayerNorm, GELU, biases), ``qwen3``
             (rotary positions, RMSNorm, SwiGLU, normed queries and keys), ``llama`` (as qwen3,
             queries and keys not normed), ``qwen3_moe`` (as qwen3, a mixture of experts for the
-            MLP) or ``qwen3_next`` (as qwen3_moe, layers of linear attention among those of
-            attention, whose output is gated, and norms that start from zero).
+            MLP) or ``qwen3_next`` (as qwen3_moe, with linear attention in some layers, gated
+            attention in the others, and norms that start from zero).
         num_layers: Number of transformer layers.
         hidden_size: Width of the residual stream.
         num_attention_heads: Number of query heads.
         num_query_groups: Number of key and value heads; divides ``num_attention_heads``.
         head_dim: Width of one head; heads together need not be as wide as ``hidden_size``.
-        ffn_hidden_size: Inner width of the MLP; of each of gate and up where it is gated. Mixtures
+        ffn_hidden_size: Inner width of the MLP; of each of gate and up if it is gated. Mixtures
             do not read it.
         vocab_size: Rows of the embedding, padding included.
         max_sequence_length: Longest sequence that the model takes.
@@ -65,21 +65,21 @@ class ModelConfig:
         tie_embeddings: True if the output layer's weight is the word embedding's.
         init_std: Standard deviation of the initial weights.
         num_experts: Routed experts of a layer; 0 in models without.
-        num_experts_per_token: Experts that each token passes.
+        num_experts_per_token: Experts that each token goes to.
         moe_ffn_hidden_size: Inner width of one expert.
-        shared_expert_ffn_hidden_size: Inner width of the expert that all tokens pass; 0 for none.
+        shared_expert_ffn_hidden_size: Inner width of the expert that all tokens go to; 0 for none.
         norm_topk_prob: Whether the weights of a token's experts are divided by their sum.
-        router_balance: What evens the experts' loads: ``none``, ``aux_loss`` (a loss beside that of
-            the model) or ``bias`` (added to the scores where experts are chosen, and moved at each
-            step).
+        router_balance: What balances the experts' loads: ``none``, ``aux_loss`` (a loss added to
+            the model's) or ``bias`` (added to the scores that experts are chosen by, and moved at
+            each step).
         router_aux_loss_coefficient: Factor of that loss.
         router_bias_update_rate: How far a step moves the bias.
         layer_types: ``linear_attention`` or ``full_attention`` for each layer; empty for attention
             in all.
         linear_num_key_heads: Query and key heads of linear attention.
-        linear_num_value_heads: Its value heads, a multiple of the key heads.
-        linear_key_head_dim: Width of one of its query or key heads.
-        linear_value_head_dim: Width of one of its value heads.
+        linear_num_value_heads: Value heads of linear attention, a multiple of its key heads.
+        linear_key_head_dim: Width of one query or key head of linear attention.
+        linear_value_head_dim: Width of one value head of linear attention.
         linear_conv_kernel: Tokens that its convolution sees, the current one included.
         rotary_fraction: Part of each head of attention, from its start, that positions rotate.
     """

@@ -1,4 +1,4 @@
-"""How many floating-point operations the mathematics of a training step asks for.
+"""Count the floating-point operations that the mathematics of a training step asks for.
 
 Recomputation, optimizer and elementwise work are not counted, so a rate made from this number
 compares models and machines, not kernels.
@@ -30,7 +30,7 @@ def flops_per_token(
 
     with H hidden, V the padded vocabulary and S the sequence length; q and k the widths of all
     query and all key heads; m = 3 for a gated MLP and 2 else, F its inner width; E experts of inner
-    width I of which a token passes t, and a shared one of width Z. Linear attention has K and W as
+    width I, t of them for each token, and a shared one of width Z. Linear attention has K and W as
     the widths of all key and all value heads, n value heads, d and e the widths of one key and one
     value head, w tokens in its convolution, and C tokens in a chunk. The rule reads, corrects and
     writes the d x e state (three products), and within a chunk multiplies keys by keys, queries by
@@ -65,13 +65,13 @@ def flops_per_token(
 
 
 def num_idle_parameters(config: ModelConfig) -> int:
-    """Return how many parameters of experts a token does not pass; 0 without experts."""
+    """Return how many parameters of experts a token does not use; 0 without experts."""
     num_idle = config.num_experts - config.num_experts_per_token
     return config.num_layers * num_idle * 3 * config.hidden_size * config.moe_ffn_hidden_size
 
 
 def _attention(config: ModelConfig, num_attended: float) -> float:
-    """Return the multiply-adds of one layer's attention to so many tokens."""
+    """Return the multiply-adds of one layer's attention to ``num_attended`` tokens."""
     is_gated = config.architecture == "qwen3_next"
     num_query_rows = (2 if is_gated else 1) * config.query_size
     projections = config.hidden_size * (num_query_rows + 2 * config.key_size + config.query_size)
@@ -79,7 +79,7 @@ def _attention(config: ModelConfig, num_attended: float) -> float:
 
 
 def _linear_attention(config: ModelConfig, num_attended: float) -> float:
-    """Return the multiply-adds of one layer's linear attention, so many tokens of a chunk."""
+    """Return the multiply-adds of linear attention to ``num_attended`` tokens of a chunk."""
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     num_heads = config.linear_num_value_heads
     keys, values = config.linear_num_key_heads * key_dim, num_heads * value_dim
@@ -91,7 +91,7 @@ def _linear_attention(config: ModelConfig, num_attended: float) -> float:
 
 
 def _mlp(config: ModelConfig) -> int:
-    """Return the multiply-adds of one layer's MLP, or of what a token passes of a mixture."""
+    """Return the multiply-adds of one layer's MLP, or of a token's part of a mixture."""
     if not config.has_experts:
         num_matrices = 3 if config.has_gated_mlp else 2
         return num_matrices * config.hidden_size * config.ffn_hidden_size

@@ -7,14 +7,15 @@ A head has a state S of D x E, which each token decays, corrects along its key, 
 Queries and keys are L2-normalised here, and queries scaled by 1 / sqrt(D). All is computed in fp32
 at least. The recurrence has T steps, each of which reads and writes the state. By chunks of C
 tokens, the corrections of a chunk solve one triangular system, and only the states between chunks
-are in sequence. Both forms give the same numbers up to rounding, but after very strong decays:
-chunks take decays from differences of summed logarithms, so a log decay of -L makes those of the
-later tokens of its chunk wrong by about 1e-7 L, a percent at -1e5, and one of -inf makes them NaN.
-On CUDA the kernel of flash-linear-attention runs where it is installed.
+are in sequence. Both forms give the same numbers up to rounding, except after very strong decays:
+chunks take decays from differences of summed logarithms, so a log decay of -L gives later decays
+in its chunk a relative error of about 1e-7 L (a percent at -1e5), and -inf makes them NaN. On CUDA
+the kernel of flash-linear-attention runs if it is installed.
 
 Shape suffixes: B batch, T sequence, G key heads, N value heads, P value heads of one key head,
-D width of a key head, E of a value head; J chunks, C tokens of a chunk. Chunks come first, so that
-the heads of one chunk are one batch of matrices, and what a key head's value heads share is one.
+D width of a key head, E of a value head; J chunks, C tokens of a chunk. Chunks are the first dim,
+so that the heads of one chunk are one batch of matrices. 1 in place of P marks tensors that the
+value heads of a key head share.
 
 Source: Yang et al., Gated Delta Networks (arXiv:2412.06464), section 3; Yang et al., Parallelizing
 Linear Transformers with the Delta Rule over Sequence Length (arXiv:2406.06484), section 3.
@@ -30,8 +31,8 @@ from torch.autograd.function import FunctionCtx
 from megafsdp.device.autograd import check_no_second_backward
 from megafsdp.models.linear_attention_kernels import rule_kernel_for
 
-# Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU; and from which width of heads on a
-# longer one is, since states between chunks then cost more than products of its tokens.
+# Tokens of a chunk, the fastest of 16, 32 and 64 on a CPU. From _WIDE_HEAD on longer chunks are
+# faster, since states between chunks cost more than products of a chunk's tokens.
 _CHUNK = 16
 _WIDE_HEAD, _CHUNK_OF_WIDE_HEADS = 64, 32
 # Under the root of a head's norm, as in the released models.
@@ -52,7 +53,7 @@ def gated_delta_rule(
         q_BTGD: Queries, not normalised.
         k_BTGD: Keys, not normalised.
         v_BTNE: Values; G divides N, and each key head serves N / G successive value heads.
-        log_decay_BTN: At most 0: what each token's decay of the state is the exponential of.
+        log_decay_BTN: Logarithm of each token's decay of the state, at most 0.
         beta_BTN: 0 to 1: how much of its error a token corrects.
 
     Returns:
@@ -81,7 +82,7 @@ def chunked_gated_delta_rule(
     """Attend by the gated delta rule, in chunks of the sequence; differentiable once.
 
     Args:
-        q_BTGD: As for :func:`gated_delta_rule`, and so are the others.
+        q_BTGD: As for :func:`gated_delta_rule`; so are the other inputs.
         k_BTGD: Keys.
         v_BTNE: Values.
         log_decay_BTN: Logarithms of decays.
@@ -110,17 +111,18 @@ def chunked_gated_delta_rule(
     decay_JBGPC1 = log_JBGPC1.exp()
     last_JBGP11 = log_JBGPC1[..., -1:, :]
 
-    # Decays between two tokens of a chunk. Masked before the exponential: upwards it overflows.
+    # Decays between two tokens of a chunk. Masked before the exponential, as the upper half would
+    # overflow.
     later_CC = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v_BTNE.device).triu(1)
     between_JBGPCC = (log_JBGPC1 - log_JBGPC1.mT).masked_fill(later_CC, -torch.inf).exp()
-    # Each correction takes those of the tokens before it in the chunk into account: row i of the
-    # inverse says how much of what earlier tokens would write by themselves token i writes.
+    # Each correction takes into account those of earlier tokens in the chunk: row i of the inverse
+    # combines what tokens up to i would write by themselves into what token i writes.
     system_JBGPCC = (k_JBG1CD @ k_JBG1CD.mT) * between_JBGPCC * beta_JBGPC1
     identity_CC = torch.eye(chunk_size, dtype=dtype, device=v_BTNE.device)
     writes_JBGPCC = beta_JBGPC1.mT * torch.linalg.solve_triangular(
         system_JBGPCC, identity_CC.expand_as(system_JBGPCC), upper=False, unitriangular=True
     )
-    # All value heads of a key head at once, which shares its keys out.
+    # One product for all value heads of a key head, which share its keys.
     erased_JBGPCD = _stacked_product(writes_JBGPCC * -decay_JBGPC1.mT, k_JBG1CD)
     written_JBGPCE, states_JBGPDE = _Recurrence.apply(
         writes_JBGPCC @ v_JBGPCE,
@@ -142,7 +144,7 @@ def recurrent_gated_delta_rule(
     log_decay_BTN: Tensor,
     beta_BTN: Tensor,
 ) -> Tensor:
-    """Attend by the gated delta rule token by token: what :func:`gated_delta_rule` must equal.
+    """Attend by the gated delta rule token by token; :func:`gated_delta_rule` must equal this.
 
     Takes and returns the same. Autograd saves the state of every token.
     """
@@ -171,7 +173,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _in_chunks(x_BTNX: Tensor, chunk_size: int, num_groups: int) -> Tensor:
-    """Lay (B, T, N, X) out as (J, B, G, P, C, X), with zeros after the last token.
+    """Rearrange (B, T, N, X) as (J, B, G, P, C, X), with zeros after the last token.
 
     A token of zeros neither decays nor writes.
     """
@@ -183,7 +185,7 @@ def _in_chunks(x_BTNX: Tensor, chunk_size: int, num_groups: int) -> Tensor:
 
 
 def _stacked_product(a_JBGPCC: Tensor, b_JBG1CD: Tensor) -> Tensor:
-    """Multiply the matrices of all value heads of a key head by that head's one, as one matrix."""
+    """Multiply the matrices of a key head's value heads, stacked as one, by the key head's."""
     rows_JBGXD = a_JBGPCC.flatten(3, 4) @ b_JBG1CD.squeeze(3)
     return rows_JBGXD.unflatten(3, a_JBGPCC.shape[3:5])
 
@@ -204,7 +206,7 @@ class _Unit(torch.autograd.Function):
         _check_once()
         unit, inverse = ctx.saved_tensors  # type: ignore[attr-defined]
         factor: float = ctx.factor  # type: ignore[attr-defined]
-        # Less what lies along the vector.
+        # The gradient without its component along the vector.
         along = _dot(grad, unit) * (inverse / factor)
         return torch.addcmul(grad * (inverse * factor), unit, along, value=-1), None
 
@@ -222,7 +224,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """The states between chunks, from S_0 = 0, whose gradients are such a recurrence backwards.
+    """The states between chunks, from S_0 = 0; their gradients are a like recurrence backwards.
 
         written_j = own_j + erased_j S_j
         S_(j+1)   = kept_j S_j + to_end_j^T written_j
@@ -265,7 +267,7 @@ class _Recurrence(torch.autograd.Function):
         erased, to_end, kept, written, states = (x.flatten(1, 3) for x in saved)
         own_grad = written_grad_JBGPCE.flatten(1, 3).clone()
         state_grad = state_grad_JBGPDE.flatten(1, 3)
-        # Of the state after each chunk; no token reads that after the last.
+        # The gradient of the state after each chunk; no token reads the last state.
         after_grad = torch.empty_like(states)
         after_grad[-1] = 0
         for j in range(len(states) - 1, 0, -1):

@@ -54,11 +54,11 @@ class CausalConvolution(ParallelModule):
         nn.init.uniform_(whole, -(self.width**-0.5), self.width**-0.5)
 
     def forward(self, x_BTC: Tensor, documents: Documents | None = None) -> Tensor:
-        """Mix each token's channels with those before it; the result has the dtype of the input.
+        """Mix each token's channels with those of tokens before it, in the dtype of the input.
 
         Args:
-            x_BTC: Of all tokens. With cp, the channels of its rank's part of each of the three.
-            documents: Those of the rows, each of which is mixed by itself.
+            x_BTC: Channels of all tokens; with cp, this rank's part of queries, keys and values.
+            documents: Documents of the rows, each of which is mixed by itself.
         """
         weight_C1W = _own_heads(self._localized("weight"), self.sizes, self.cp_group)
         if documents is None:
@@ -78,10 +78,10 @@ class CausalConvolution(ParallelModule):
 
 
 class GatedDeltaNet(ParallelModule):
-    """Causal attention without softmax: a state a head, written by the gated delta rule.
+    """Causal attention without softmax: one state for each head, written by the gated delta rule.
 
-    The rows of ``in_proj`` are those of queries, keys, values, output gates z, and two numbers a
-    value head: beta, how much a token corrects, and alpha, of which its decay is made:
+    The rows of ``in_proj`` are those of queries, keys, values, output gates z, and two numbers for
+    each value head: beta, how much a token corrects, and alpha, from which its decay is computed:
 
         exp(-exp(A_log) * softplus(alpha + dt_bias))
 
@@ -127,8 +127,8 @@ class GatedDeltaNet(ParallelModule):
     def initialize(self, name: str, whole: Tensor) -> None:
         """Write ones to ``dt_bias``, and decay rates spread evenly from 0 to 16 over the heads.
 
-        The released models drew theirs uniformly from there. A draw would come before those of the
-        maps below, or after them, by who initialises.
+        The released models drew theirs uniformly from that range. A draw here would come before or
+        after those of the maps below, depending on who initialises.
         """
         if name == "dt_bias":
             nn.init.ones_(whole)
@@ -156,8 +156,8 @@ class GatedDeltaNet(ParallelModule):
 
         Args:
             x_BTH: Normed hidden states.
-            rotary_TR: Not read: the order of tokens is that of their decays.
-            documents: Those of the rows, with cp of the whole sequence; None for one a row.
+            rotary_TR: Not read: decays express the order of tokens.
+            documents: Documents of the rows (with cp, of the whole sequence); None for one a row.
 
         Returns:
             (B, T, H), to be added to the residual stream.
@@ -176,7 +176,7 @@ class GatedDeltaNet(ParallelModule):
                 (2 * keys + values, num_heads, num_heads), dim=-1
             )
             rate_N, bias_N = (_own_heads(x, (1,), group) for x in (rate_N, bias_N))
-            # As a slice it would keep all of the map's output for backward.
+            # A slice would keep all of the map's output for backward.
             z_BTX = z_BTX.contiguous()
         qkv_BTC = self.conv1d(qkv_BTC, documents)
         q_BTX, k_BTX, v_BTX = qkv_BTC.split((keys, keys, values), dim=-1)
@@ -205,17 +205,17 @@ def _attend(
 
 
 def _heads_of_all(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Exchange tokens for heads of several tensors at once, each of all heads, (B, T, X)."""
+    """Exchange tokens for heads of several tensors at once; each has all heads, (B, T, X)."""
     by_rank = [part.unflatten(-1, (group.size(), -1)) for part in parts]
     return heads_of(torch.cat(by_rank, dim=-1).flatten(-2), group)
 
 
 def _own_heads(weight: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return what belongs to the rank's heads in cp of each of the parts along dim 0.
+    """Return, from each part along dim 0, what belongs to this rank's heads in cp.
 
     Args:
-        weight: A parameter, of all heads of the rank of tp.
-        sizes: In what proportion its parts lie along dim 0.
+        weight: A parameter with all heads of this rank of tp.
+        sizes: The proportions of its parts along dim 0.
         group: The ranks of cp; None for all heads.
     """
     if group is None:

@@ -17,7 +17,7 @@ from megafsdp.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 
 Fields = Mapping[str, object]
 
-# By model type: fields whose other values mean arithmetic that we do not have; first, the default.
+# By model type: fields and the values that we have the arithmetic for, the default first.
 _QWEN: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
 )
@@ -54,7 +54,7 @@ _CLASS_NAMES = MappingProxyType(
         "qwen3_next": "Qwen3NextForCausalLM",
     }
 )
-# Widths of a head where the config has none; elsewhere heads then fill the hidden size.
+# Widths of a head if the config has none; for other model types heads then fill the hidden size.
 _HEAD_DIMS = MappingProxyType({"qwen3": 128, "qwen3_next": 256})
 # Our names of the sizes of linear attention, and Hugging Face's.
 _LINEAR_SIZES = MappingProxyType(
@@ -176,7 +176,7 @@ def _from_rotary(fields: Fields) -> ModelConfig:
 
 
 def _mixture_sizes(fields: Fields) -> dict[str, Any]:
-    # transformers 5 spells the number of a Qwen3-MoE's experts so.
+    # transformers 5 spells the number of a Qwen3-MoE's experts num_local_experts.
     num_experts = "num_experts" if "num_experts" in fields else "num_local_experts"
     return {
         "num_experts": _integer(fields, num_experts),

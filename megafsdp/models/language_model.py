@@ -1,4 +1,4 @@
-"""The frame round the layers: embedding, decoder, output layer, loss.
+"""The frame around the layers: embedding, decoder, output layer, loss.
 
 ``LanguageModel`` is the same for every architecture; what differs comes in as functions that make a
 layer and a norm. It knows nothing of data parallelism: parameters outside the layers (embedding,
@@ -171,22 +171,22 @@ class LanguageModel(ParallelModule):
     ) -> Tensor:
         """Predict, or score a prediction; collective over tp and cp.
 
-        With them a sequence that the ranks do not divide is padded on the right, which changes
-        nothing before the padding: experts' loads are those of the tokens given.
+        A sequence that these ranks do not divide is padded on the right. That changes nothing
+        before the padding, nor the experts' loads, which count only the tokens given.
 
         Args:
             tokens_BT: Token ids, at most ``max_sequence_length`` of them a row.
             labels_BT: The token that follows each; valid ids at masked places too.
             loss_mask_BT: 1 where a label counts, 0 where not; None counts all.
-            document_lengths: Of each row the tokens of each document in it, on the host, alike on
-                the ranks of tp and cp: ``[[3, 5], [8]]`` for rows of 8. Tokens then see those of
-                their own document alone, at the positions that they have there. None takes a row
-                for one document.
+            document_lengths: For each row the number of tokens of each document, on the host, alike
+                on the ranks of tp and cp: ``[[3, 5], [8]]`` for rows of 8. Tokens then see only
+                those of their own document, at the positions that they have there. None takes each
+                row as one document.
 
         Returns:
             Logits (B, T, V) without labels; with labels the mean loss over the unmasked tokens, a
-            scalar in fp32, in nats. Then the logits' memory may take their gradient, so a hook on
-            the output layer copies what it keeps.
+            scalar in fp32, in nats. With labels the gradient may overwrite the logits' memory, so a
+            hook on the output layer must copy what it keeps.
 
         Raises:
             ValueError: The rows are longer than the model's longest sequence, or the documents do
@@ -218,20 +218,20 @@ class LanguageModel(ParallelModule):
         logits_BTV = self.output_layer(x_BTH)
         if labels_BT is None:
             logits_BTV = self._whole(logits_BTV)
-        # A slice has a gradient of the whole size to fill, so none is made for nothing.
+        # Sliced only if needed: the backward of a slice fills a gradient of the whole size.
         if num_padded and (labels_BT is None or cp_group is None):
             logits_BTV = logits_BTV[:, :num_positions]
         if labels_BT is None:
             return logits_BTV
         loss = self._score(logits_BTV, labels_BT, loss_mask_BT, num_padded)
-        # Asked first: routers are looked for in all modules.
+        # Checked first, because looking for routers walks all modules.
         has_auxiliary_loss = self.config.router_balance == "aux_loss"
         return scale_auxiliary_losses(loss, self) if has_auxiliary_loss else loss
 
     def _documents(
         self, lengths: Sequence[Sequence[int]] | None, tokens_BT: Tensor, num_padded: int
     ) -> Documents | None:
-        """Return the documents of the rows with their padding; None where none are told apart."""
+        """Return the documents of the rows with their padding; None if no lengths are given."""
         if lengths is None:
             return None
         documents = Documents(lengths)
@@ -243,8 +243,8 @@ class LanguageModel(ParallelModule):
         """Return the rotations of this rank's tokens: (T, R), or with documents (B, T, R).
 
         Args:
-            tokens_BT: All, with padding.
-            documents: Those of the rows.
+            tokens_BT: All tokens, with padding.
+            documents: Documents of the rows.
         """
         if not self.config.has_rotary_positions:
             return None
@@ -262,7 +262,7 @@ class LanguageModel(ParallelModule):
         """Return which of this rank's tokens, row after row, are padding; None without any.
 
         Args:
-            tokens_BT: With padding, all that the ranks of tp have together: with cp an own part.
+            tokens_BT: Tokens and padding that the ranks of tp have together, with cp this rank's.
             num_padded: Tokens added on the right of the whole sequence.
         """
         if not num_padded:
@@ -293,16 +293,16 @@ class LanguageModel(ParallelModule):
         """Return the mean loss over all unmasked tokens, those of other ranks of cp too.
 
         Args:
-            logits_BTV: Of this rank's tokens and columns.
-            labels_BT: Of all tokens.
-            loss_mask_BT: Likewise.
+            logits_BTV: Logits of this rank's tokens and columns.
+            labels_BT: Labels of all tokens.
+            loss_mask_BT: Mask of all tokens.
             num_padded: Tokens added on the right, which labels and mask lack.
         """
         num_counted, cp_group = None, self.cp_group
         if cp_group is not None:
             if loss_mask_BT is None:
                 loss_mask_BT = torch.ones_like(labels_BT, dtype=torch.float32)
-            # In bf16, to which a policy may have cast it, a sum does not count past 256.
+            # A policy may have cast the mask to bf16, in which a sum does not count past 256.
             num_counted = loss_mask_BT.sum(dtype=torch.float32)
             labels_BT, loss_mask_BT = (
                 own_part(F.pad(x_BT, (0, num_padded)), cp_group, dim=1)
@@ -313,7 +313,7 @@ class LanguageModel(ParallelModule):
             labels_BT,
             loss_mask_BT,
             num_counted=num_counted,
-            # No operator saves them, and no caller sees them.
+            # No operator saves the logits, and no caller sees them.
             may_overwrite_logits=True,
             tp_group=self.tp_group,
         )
@@ -322,7 +322,7 @@ class LanguageModel(ParallelModule):
     def _length_unit(self) -> int:
         """Return what the length of a sequence must be a multiple of.
 
-        A rank of cp has two chunks of the same length, which those of tp divide together.
+        A rank of cp has two chunks of the same length, and the ranks of tp divide both together.
         """
         tp = 1 if self.tp_group is None else self.tp_group.size()
         return tp if self.cp_group is None else self.cp_group.size() * math.lcm(2, tp)

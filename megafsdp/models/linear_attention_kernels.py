@@ -1,7 +1,7 @@
-"""Kernels of other packages for linear attention on CUDA, where those are installed.
+"""Kernels of other packages for linear attention on CUDA, if these are installed.
 
-Neither is ever needed: torch computes the same, and what it computes is the definition. Of a CPU's
-tensors nothing is asked, and nothing is imported.
+They are never required: the implementation in torch is the definition and computes the same. For
+tensors on a CPU nothing is imported.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megafsdp.errors import expected
 
 _LOGGER = logging.getLogger("megafsdp.models")
 
-# The first release in which a key head may have several value heads. Releases up to 0.4.1 take
-# such values without an error, and read other heads for them.
+# The first release in which a key head may have several value heads. Releases up to 0.4.1 accept
+# such values without an error, but read the wrong heads.
 _GROUPED_VALUES = (0, 5)
 # In fp32 the rule's kernel rounds products to fewer bits than torch does.
 _RULE_DTYPES = (torch.bfloat16, torch.float16)
@@ -63,7 +63,7 @@ def _has_grouped_values() -> bool:
 def _with_repeated_heads(
     kernel: Callable[..., tuple[Tensor, object]],
 ) -> Callable[..., tuple[Tensor, object]]:
-    """Give a kernel each key head as often as it has value heads."""
+    """Wrap a kernel so that each key head is repeated for each of its value heads."""
 
     def run(
         q_BTGD: Tensor, k_BTGD: Tensor, v_BTNE: Tensor, *rest: Tensor, **options: bool
@@ -87,7 +87,7 @@ def _convolution_kernel() -> Callable[..., Tensor] | None:
 
 
 def _is_installed(package: str, of_what: str, distribution: str) -> bool:
-    """Return whether a package is there; where not, warn of what that costs."""
+    """Return whether a package is installed; if not, warn of what that costs."""
     if importlib.util.find_spec(package) is not None:
         return True
     _LOGGER.warning(

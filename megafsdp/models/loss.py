@@ -2,11 +2,11 @@
 
 The plain composition (cast to fp32, log-softmax, pick, average) keeps an fp32 copy of the logits
 for backward and makes two more there. With a vocabulary of 150,000 these dwarf the layers. Here
-the one gradient that must exist is written, and the arithmetic is fp32 on blocks:
+only the gradient, which must exist, is written, and the arithmetic is fp32 on blocks:
 
     definition   blocks of rows, in torch    megafsdp/parallel/loss.py: forward saves the logits as
                                              they came and one number a token; backward writes the
-                                             gradient; alone with tp, where ranks have columns
+                                             gradient; the only form with tp, which cuts columns
     Triton       a row a program, on CUDA    forward writes the gradient, in place of the logits if
                                              the caller allows that; backward scales it
 
@@ -51,16 +51,16 @@ def masked_cross_entropy(
     Args:
         logits_BTV: Scores, any floating dtype.
         labels_BT: Token ids; must be valid ids at masked places too.
-        loss_mask_BT: 1 where a token counts and 0 where it does not; None counts all of these.
-        num_counted: What the sum is divided by, a 0-dim tensor, where these are a part of the
-            tokens; None for the unmasked ones among these.
+        loss_mask_BT: 1 where a token counts and 0 where it does not; None counts all.
+        num_counted: The divisor of the sum, a 0-dim tensor, if these are only a part of the tokens;
+            None divides by the number of unmasked tokens here.
         may_overwrite_logits: Let the gradient take the logits' memory: they are not read again.
             Has an effect on CUDA, with fp32 or bf16 logits, where triton is installed.
         tp_group: Ranks that have the other columns of the vocabulary; None if ``logits_BTV`` has
-            all. The call is then collective over them, and its definition in torch runs.
+            all. With it the call is collective, and the definition in torch runs.
 
     Returns:
-        A scalar in fp32, in fp64 of fp64 logits; 0 if no token counts. Allocates one number a
+        A scalar in fp32 (fp64 for fp64 logits); 0 if no token counts. Allocates one number a
         token, and a gradient of the logits' own dtype unless it may overwrite them; without triton
         also a block, 512 MiB on CUDA.
     """
@@ -77,7 +77,7 @@ def masked_cross_entropy(
     kernels = None if tp_group is not None else _kernels_for(logits_NV)
     if kernels is None:
         return cross_entropy(logits_NV, labels_N, weights_N, tp_group)
-    # A copy made by flatten() or contiguous() is ours anyway.
+    # A copy made by flatten() or contiguous() may be overwritten in any case.
     is_copy = not logits_NV.is_contiguous() or logits_NV.data_ptr() != logits_BTV.data_ptr()
     return _FusedCrossEntropy.apply(
         logits_NV.contiguous(), labels_N, weights_N, kernels, may_overwrite_logits or is_copy
@@ -109,14 +109,14 @@ def _kernels() -> ModuleType | None:
             )
         )
         return None
-    # Not at the top: it takes a second, and is needed on CUDA alone.
+    # Imported here: it takes a second, and is needed only on CUDA.
     import megafsdp.models.loss_kernel as loss_kernel
 
     return loss_kernel
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """As :func:`cross_entropy`, with the gradient written in forward."""
+    """Like :func:`cross_entropy`, with the gradient written in forward."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             grads_NV = logits_NV if may_overwrite_logits else torch.empty_like(logits_NV)
         losses_N: Tensor = kernels.score_rows(logits_NV, labels_N, weights_N, grads_NV)
         if grads_NV is not None:
-            # Kernels write by address. Autograd must see it, if an operator has saved the logits.
+            # Kernels write by address: tell autograd, in case an operator has saved the logits.
             torch.autograd.graph.increment_version(grads_NV)
             ctx.save_for_backward(grads_NV)
             ctx.kernels = kernels  # type: ignore[attr-defined]
@@ -146,6 +146,6 @@ class _FusedCrossEntropy(torch.autograd.Function):
         )
         (grads_NV,) = ctx.saved_tensors  # type: ignore[attr-defined]
         ctx.kernels.scale_in_place(grads_NV, grad_loss)  # type: ignore[attr-defined]
-        # A second backward through this graph would scale again: autograd refuses it by the count.
+        # A second backward through this graph would scale again; the version makes autograd refuse.
         torch.autograd.graph.increment_version(grads_NV)
         return grads_NV, None, None, None, None

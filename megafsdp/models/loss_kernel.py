@@ -30,24 +30,24 @@ def _score_row(
     has_grads: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Write the loss of one row and, unless only that is wanted, the row's gradient."""
+    """Write the loss of one row and, if ``has_grads``, the row's gradient."""
     # 64 bits: 16k rows of 150k columns are more than 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     logits_V = logits_NV + row * num_columns
     columns = tl.arange(0, block)
     label = tl.load(labels_N + row)
     # Read before the first reduction, whose barrier comes before any thread writes a gradient: the
-    # gradient may take the logits' place. A label that is no column must not read beyond them.
+    # gradient may take the logits' place. A label that is not a column must not read beyond them.
     is_column = (label >= 0) & (label < num_columns)
     picked = tl.load(logits_V + label, mask=is_column, other=float("nan")).to(tl.float32)
-    # Finite: minus infinity less itself, in a first block of scores that are all so, is NaN.
+    # Finite: with -inf, a first block of scores that are all -inf would compute -inf - -inf, NaN.
     largest = -3.0e38
     total = 0.0
     for start in range(0, num_columns, block):
         is_there = start + columns < num_columns
         x = tl.load(logits_V + start + columns, mask=is_there, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))
-        # What was summed is in units of the old maximum.
+        # The sum so far is in units of the old maximum.
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), axis=0)
         largest = larger
     log_sum = largest + tl.log(total)

@@ -1,4 +1,4 @@
-"""The MLP of a mixture: routed experts, of which each token passes a few, and shared ones.
+"""The MLP of a mixture of experts: routed ones, of which each token takes a few, and shared ones.
 
 With tensor parallelism the sequence is cut outside of attention and MLPs, so each rank routes and
 dispatches its own part of it; shared experts are cut as an MLP is. Expert parallelism sends tokens
@@ -23,7 +23,7 @@ from megafsdp.parallel.dispatch import combine, dispatch
 
 
 class SharedExperts(MLP):
-    """An MLP that all tokens pass, times a gate between 0 and 1 that each token computes.
+    """An MLP for all tokens, times a gate between 0 and 1 that each token computes.
 
     Args:
         config: Sizes and initial spread.
@@ -36,9 +36,10 @@ class SharedExperts(MLP):
         self._start(None, None)
 
     def initialize(self, name: str, whole: Tensor) -> None:
-        """Write zeros, gates of one half.
+        """Write zeros, which make gates of one half.
 
-        A draw would come before those of the maps below, or after them, by who initialises.
+        A draw here would come before or after those of the maps below, depending on who
+        initialises.
         """
         nn.init.zeros_(whole)
 
@@ -53,7 +54,7 @@ class MoE(ParallelModule):
     """A mixture of experts in the place of an MLP.
 
     Args:
-        config: Sizes, initial spread, and how loads are evened.
+        config: Sizes, initial spread, and how loads are balanced.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -87,7 +88,7 @@ class MoE(ParallelModule):
             return out_BTH
         return out_BTH + self.shared_experts(x_BTH)
 
-    # How many rows an expert has is known to the host alone, and differs in each forward.
+    # Only the host knows how many rows an expert has, and they differ in each forward.
     @without_dynamo
     def _pass_experts(self, x_NH: Tensor, batch: RoutedBatch | None) -> Tensor:
         weights_NK, experts_NK = self.router(x_NH, batch)

@@ -15,7 +15,7 @@ _HYBRID = (LINEAR_ATTENTION,) * 3 + (FULL_ATTENTION,)
 def _qwen3(
     num_layers: int, hidden_size: int, *, num_attention_heads: int, ffn_hidden_size: int, tied: bool
 ) -> ModelConfig:
-    """Describe a released dense Qwen3, of which the rest is common to all sizes."""
+    """Describe a released dense Qwen3; other values are common to all sizes."""
     return ModelConfig(
         architecture="qwen3",
         num_layers=num_layers,
@@ -40,7 +40,7 @@ def _qwen3_moe(
     num_experts: int,
     moe_ffn_hidden_size: int,
 ) -> ModelConfig:
-    """Describe a released mixture of Qwen3, of which the rest is common to all sizes."""
+    """Describe a released mixture of Qwen3; other values are common to all sizes."""
     return ModelConfig(
         architecture="qwen3_moe",
         num_layers=num_layers,
@@ -158,7 +158,7 @@ presets: Mapping[str, ModelConfig] = MappingProxyType(
             max_sequence_length=262_144,
             rope_theta=10_000_000.0,
         ),
-        # A Llama 2 of fewer layers and the first Llama's context.
+        # A Llama 2 with fewer layers and the first Llama's context.
         "tinyllama-1.1b": replace(
             _llama(
                 22,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megafsdp.errors import expected
 
-# Below it logits over the temperature are no fp32 numbers; only the likeliest token is left anyway.
+# Below it logits / temperature overflow fp32; only the likeliest token would be left anyway.
 _LOWEST_TEMPERATURE = 1e-30
 
 
@@ -33,19 +33,18 @@ def sample(
 ) -> Tensor:
     """Append tokens to each row, one at a time.
 
-    Collective where the model's forward is: all ranks call it with the same arguments, and equally
-    seeded generators give all ranks the same text, because every rank runs the same number of
-    forwards.
+    Collective if the model's forward is: all ranks call it with the same arguments and run the same
+    number of forwards. Equally seeded generators give all ranks the same text.
 
     Args:
         model: Called with the token ids; returns logits (B, T, V).
-        tokens_BT: What to go on from, at least one token a row.
+        tokens_BT: What to continue, at least one token a row.
         num_tokens: How many to append; never fewer, so no rank stops early.
         max_context: The model sees at most this many of the last tokens.
         temperature: 0 takes the likeliest token; above 0 the logits are divided by it and a token
             drawn.
-        top_k: Only so many of the likeliest tokens are drawn from; None for all. Tokens that are as
-            likely as the last of them are drawn too.
+        top_k: Draw from so many of the likeliest tokens; None for all. Tokens as likely as the last
+            of them are drawn too.
         vocab_size: Only ids below it are produced, at least 1; None allows the padding of the
             vocabulary too.
         generator: Source of the draws, on the tokens' device; None is torch's default one.
