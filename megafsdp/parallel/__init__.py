@@ -7,7 +7,7 @@ lie in one sequence. Without a mesh they are plain layers. They work under this 
 ``fully_shard``, under torch's, and alone. Nothing here shards over data-parallel ranks, and nothing
 imports models.
 
-Read first: layer.py, then linear.py; of experts dispatch.py; of sequences context.py.
+Read first: layer.py, then linear.py; dispatch.py for experts; context.py for sequences.
 """
 
 from megafsdp.parallel.documents import Documents

@@ -8,8 +8,8 @@ ranks:
     rank 0    x     x
     rank 1      x x
 
-All ranks of cp are given the same tokens, and :func:`own_part` is what each computes with. Between
-tokens there are these exchanges:
+All ranks of cp are given the same tokens, and each computes with its :func:`own_part`. Tokens of
+different ranks meet in these exchanges:
 
     exchange         forward                                   backward
     whole_sequence   all tokens, in their order                sum over cp, keep the own part
@@ -18,9 +18,9 @@ tokens there are these exchanges:
     sum_over_cp      sum                                       the gradient, cp times
     whole_logits     as whole_sequence                         the own part, cp times
 
-The ranks of cp are data-parallel ranks for parameters: gradients are averaged over them. So the
-gradient of the one loss that all of them have is what it would be on each, times cp, and the two
-last rows have that factor.
+The ranks of cp are data-parallel ranks for parameters: gradients are averaged over them. They share
+one loss, of which each rank's gradient covers only its own tokens, so the average would be too
+small by the factor cp. The last two rows make up for that.
 
 Source: Llama Team, The Llama 3 Herd of Models (arXiv:2407.21783), section 3.3.2: keys and values
 are gathered, and chunks are paired.
@@ -56,7 +56,7 @@ def own_part(whole: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     Args:
         whole: Tokens, labels, a mask, a table of positions: alike on all ranks of cp.
         group: The ranks of cp.
-        dim: Along which the sequence lies.
+        dim: The dim of the sequence.
 
     Raises:
         ValueError: ``2 * cp`` does not divide the sequence.
@@ -138,7 +138,7 @@ def _to_tokens(heads_BTX: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(for_ranks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send each rank one row along dim 0, and return those from all."""
+    """Send each rank one row along dim 0, and return the rows from all ranks."""
     one_each = [1] * group.size()
     return exchange_rows(for_ranks, one_each, one_each, group=group, label="tokens for heads")
 
@@ -149,7 +149,7 @@ def _chunks_by_rank(num_ranks: int) -> list[int]:
 
 
 def _in_order(by_rank: Tensor, num_ranks: int, dim: int) -> Tensor:
-    """Put a sequence that lies in the order of the ranks into its own."""
+    """Put a sequence that lies in the order of the ranks into its own order."""
     chunks = _chunks_by_rank(num_ranks)
     return _take(by_rank, [chunks.index(chunk) for chunk in range(len(chunks))], dim)
 

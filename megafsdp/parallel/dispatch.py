@@ -1,20 +1,19 @@
-"""From tokens at their places to rows in the order of experts, on the ranks of these, and back.
+"""Bring tokens to the ranks of their experts, as rows sorted by expert, and back.
 
-No token is dropped, and no buffer has a fixed capacity. A token goes to each rank that has one of
-its K experts, once, however many of them the rank has; its choices and their weights go along.
-There it is copied for each of these experts, and the copies are sorted by expert, stably, so that
-those of an expert lie in the order of the ranks, then of the tokens. Two ranks with experts
-0 1 | 2 3, K = 2, of which rank 0 is shown:
+No token is dropped, and no buffer has a fixed capacity. A token goes once to each rank that has any
+of its K experts, together with its choices and their weights. There it is copied for each of its
+experts on that rank. The copies are sorted by expert, stably, so that the copies of an expert lie
+in the order of the ranks, then of the tokens. Rank 0 of two ranks with experts 0 1 | 2 3 and K = 2:
 
     chosen     token a: 0 3     token b: 2 3
     sent       a | a b                          1 to rank 0, 2 to rank 1
     arrived    a c                              rank 1 sent its token c, which chose 0 and 1
     rows       a0 c0 c1                         2 of expert 0, 1 of expert 1
 
-On the way back a rank adds up its rows of each token by the router's weights, c0 and c1, and sends
-the sum; the token is the sum of what comes from its ranks. Rows move by gathers and are added up in
-a fixed order, forward and backward, so results are the same bits each time. Each rank takes part in
-every exchange, also one without tokens. In an ep of one rank, the tokens that arrive are its own.
+On the way back a rank adds up its rows of each token, such as c0 and c1, with the router's weights
+and sends the sum; the token's result is the sum over its ranks. Rows move by gathers and are added
+up in a fixed order, forward and backward, so results are the same bits each time. Each rank takes
+part in every exchange, even without tokens. In an ep of one rank, arriving tokens are its own.
 
 Shape suffixes: N tokens of this rank, K experts a token, G ranks of ep, S tokens that are sent, V
 that arrive, R rows, E experts, H hidden.
@@ -41,7 +40,7 @@ class Sums:
 
     Attributes:
         index: The rows of the first sum, then those of the second, and so on.
-        starts: Where those of each sum start in ``index``; a sum of none is zero.
+        starts: Where the rows of each sum start in ``index``; a sum without rows is zero.
     """
 
     index: Tensor
@@ -49,7 +48,7 @@ class Sums:
 
     @classmethod
     def of(cls, index: Tensor, num_rows: Tensor) -> Sums:
-        """Make sums of as many rows each."""
+        """Make sums of the given numbers of rows."""
         return cls(index, num_rows.cumsum(0) - num_rows)
 
     def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -72,8 +71,8 @@ class Exchange:
         group: The ranks of ep.
         sent: Number of tokens that go to each of them.
         received: Number of tokens that come from each.
-        token_S: Which token each of those sent is, in the order of the ranks they go to.
-        sums_N: For each token, what comes back of it.
+        token_S: Which token each sent one is, in the order of the ranks they go to.
+        sums_N: For each token, which of the rows that come back are its own.
     """
 
     group: dist.ProcessGroup
@@ -110,8 +109,8 @@ class Dispatched:
 
     Attributes:
         rows_RH: The rows.
-        weight_R: The factor of each in its token's sum.
-        plan: Whose rows they are; ``plan.load_E`` of each expert.
+        weight_R: The factor of each row in its token's sum.
+        plan: Which tokens the rows are of; ``plan.load_E`` is the number of rows of each expert.
     """
 
     rows_RH: Tensor
@@ -164,7 +163,7 @@ def combine(rows_RH: Tensor, dispatched: Dispatched) -> Tensor:
 
     Args:
         rows_RH: What the experts made of the dispatched rows, in their order.
-        dispatched: Those.
+        dispatched: The dispatched rows.
     """
     out: Tensor = _Combine.apply(rows_RH, dispatched.weight_R, dispatched.plan)
     return out
@@ -175,7 +174,7 @@ def _plan_exchange(
 ) -> tuple[Exchange, Tensor, int]:
     """Return the exchange of tokens, the experts of those sent, and the number of rows here.
 
-    Experts are numbered within the rank that a token is sent to; those of others are ``num_own``.
+    Experts are numbered within the rank that a token is sent to; those elsewhere are ``num_own``.
 
     Args:
         experts_NK: The experts of this rank's tokens.
@@ -191,7 +190,7 @@ def _plan_exchange(
     received_G2, pending = start_exchange(
         sent_G2, each, each, group=group, label="numbers of tokens"
     )
-    # Beside the exchange: rank by rank the tokens that go there, and behind all what goes nowhere.
+    # During the exchange: the tokens that go to each rank, rank by rank, then those that do not.
     order = goes_NG.t().flatten().argsort(descending=True, stable=True)
     pending.wait()
     (sent, _), (received, copies) = torch.stack((sent_G2, received_G2)).transpose(1, 2).tolist()
@@ -209,9 +208,9 @@ def _exchange_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return arrived tokens' experts, int64, the tokens themselves, and their weights.
 
-    One exchange of all three: each costs the ranks a wait for each other.
+    One exchange for all three, because each exchange makes the ranks wait for each other.
     """
-    # Numbers travel as the bits of elements.
+    # Expert numbers travel as bits of the tokens' dtype.
     dtype = torch.int64 if x_NH.itemsize > 4 else torch.int32
     numbers = expert_SK.to(dtype).view(x_NH.dtype)
     widths = [x_NH.shape[1], weights_NK.shape[1], numbers.shape[1]]
@@ -220,7 +219,7 @@ def _exchange_tokens(
     sent[:, -widths[2] :] = numbers
     arrived = _to_ranks(sent, exchange, "tokens to experts")
     x_VH, weights_VK, numbers = arrived.split(widths, dim=1)
-    # Always a copy: a single row is contiguous where it lies, and may begin at an odd element.
+    # Always copied: a single row is contiguous in place, but may begin at an odd element.
     numbers = numbers.clone(memory_format=torch.contiguous_format)
     return numbers.view(dtype).long(), x_VH, weights_VK
 
@@ -228,9 +227,9 @@ def _exchange_tokens(
 def _sort_rows(
     experts_VK: Tensor, num_own: int, num_rows: int, exchange: Exchange | None
 ) -> DispatchPlan:
-    """Plan the rows of arrived tokens, by their experts; choices of others are ``num_own``."""
-    # Choices of others are the last, and cut off. Stable, so that rows of an expert keep the
-    # tokens' order: sums over them do, too.
+    """Plan the rows of arrived tokens by expert; experts of other ranks are ``num_own``."""
+    # Choices of other ranks' experts sort last and are cut off. Stable, so that rows of an expert,
+    # and sums over them, keep the tokens' order.
     choice_R = experts_VK.flatten().argsort(stable=True)[:num_rows]
     is_own_VK = experts_VK < num_own
     # Rows of a token are added up in the order of its choices.
@@ -251,8 +250,8 @@ def _inverse(permutation: Tensor) -> Tensor:
     return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
-# One node of autograd each: nodes in Python cost more than the small copies between them, and their
-# gradients are gathers too, where torch's own would add to rows in any order.
+# One autograd node each: nodes in Python cost more than the small copies between them. Gradients
+# are gathers too, where torch's own backward would add to rows in any order.
 class _Dispatch(torch.autograd.Function):
     """Rows of arrived tokens; a token's gradient is the sum of its rows', on all ranks."""
 
@@ -309,7 +308,7 @@ class _Combine(torch.autograd.Function):
             grad_SH = grad_NH.index_select(0, exchange.token_S)
             grad_VH = _to_ranks(grad_SH, exchange, "tokens from experts grads")
         grad_RH = grad_VH.index_select(0, plan.token_R)
-        # A product of matrices: sums are wider than bf16, and no product of R x H is stored.
+        # A matrix product: its sums are wider than bf16, and no R x H product is stored.
         weight_grad_R = torch.bmm(rows_RH.unsqueeze(1), grad_RH.unsqueeze(2)).flatten()
         return grad_RH.mul_(weight_R.unsqueeze(1)), weight_grad_R, None
 
@@ -321,7 +320,7 @@ def _to_ranks(x_SH: Tensor, exchange: Exchange, label: str) -> Tensor:
 
 
 def _from_ranks(x_VH: Tensor, exchange: Exchange | None, label: str) -> Tensor:
-    """Send arrived tokens back, and return the sum of what comes back of each token."""
+    """Send arrived tokens back, and return the sum of what comes back for each token."""
     if exchange is None:
         return x_VH
     x_SH = exchange_rows(x_VH, exchange.sent, exchange.received, group=exchange.group, label=label)

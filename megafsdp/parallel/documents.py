@@ -1,7 +1,7 @@
-"""Rows of a batch that several documents lie in end to end, none of which sees another.
+"""Rows of a batch in which several documents lie end to end, without seeing each other.
 
-How long they are is known on the host, so each is computed by itself: attention costs the sum of
-the squares of their lengths, no mask is made, and a document has the numbers that it has alone.
+Their lengths are known on the host, so each is computed by itself: attention costs the sum of the
+squares of the lengths, no mask is made, and a document has the numbers that it has alone.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -21,10 +21,10 @@ from megafsdp.errors import expected
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """How the rows of a batch are made of documents; an object, of which no compiler reads values.
+    """How the rows of a batch are made of documents; opaque, so that no compiler reads values.
 
     Attributes:
-        lengths: Of each row the tokens of each of its documents, first to last.
+        lengths: For each row the number of tokens of each document, first to last.
     """
 
     lengths: Sequence[Sequence[int]]
@@ -43,14 +43,14 @@ class Documents:
             )
 
     def padded(self, num_tokens: int) -> Documents:
-        """Return them with tokens added on the right of each row, to its last document."""
+        """Return documents with ``num_tokens`` more tokens in the last document of each row."""
         return Documents([[*row[:-1], row[-1] + num_tokens] for row in self.lengths])
 
     def begin_anew(self, of_positions: Tensor) -> Tensor:
-        """Lay what belongs to positions, (T, ...), out as (B, T, ...): from the first in each.
+        """Lay out values of positions, (T, ...), as (B, T, ...), from position 0 in each document.
 
         Args:
-            of_positions: Of the positions 0 to T - 1 of a row.
+            of_positions: Values of the positions 0 to T - 1 of a row.
         """
         rows = [torch.cat([of_positions[:length] for length in row]) for row in self.lengths]
         return torch.stack(rows)

@@ -112,9 +112,9 @@ class PositionEmbedding(ParallelModule):
         """Look up the positions of ``num_tokens`` tokens, or this rank's part of them.
 
         Args:
-            num_tokens: Those of a sequence, or of the part that its rank of cp has.
-            documents: Those of the whole sequences of a batch, each of which begins at position 0;
-                None for one a sequence.
+            num_tokens: Tokens of a sequence, or of the part that this rank of cp has.
+            documents: Documents of the whole sequences of a batch, each of which begins at position
+                0; None for one a sequence.
 
         Returns:
             (T, H), which all sequences share, or with documents (B, T, H).

@@ -1,9 +1,9 @@
 """The experts of a layer as stacks of matrices: one product for all of them.
 
-A stack is one parameter with the experts along dim 0. Expert parallelism gives each rank of ep as
-many of them, which ``parallelize`` cuts; tensor parallelism cuts none. The rows come sorted by
-expert (dispatch.py), so that a product of all is torch's ``grouped_mm``, or where that refuses the
-matrices a loop over experts, which is also what tests compare it with.
+A stack is one parameter with the experts along dim 0. Expert parallelism gives each rank of ep an
+equal number of them (``parallelize`` cuts the stack); tensor parallelism cuts none. The rows come
+sorted by expert (dispatch.py), so that one call of torch's ``grouped_mm`` multiplies all of them.
+If that refuses the matrices, a loop over experts does, which tests also compare it with.
 
 Shape suffixes: R rows of all experts of this rank, E experts of this rank, I and O in and out
 features, H hidden.
@@ -30,7 +30,7 @@ _GROUPED_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16,),
 }
-# The kernels read rows of matrices in pieces of as many bytes.
+# The kernels read rows of matrices in pieces of this many bytes.
 _STRIDE_NBYTES = 16
 
 
@@ -77,7 +77,7 @@ class GroupedLinear(ParallelModule):
                 is_linear_weight=True,
             )
         }
-        # A rank's rows of a part would be several pieces of the stack.
+        # Parts along dim 0 would leave a rank several pieces of the stack.
         assert fused is None or fused.dim != 0, "the parts lie inside of each expert"
         shape = (num_experts, out_features, in_features)
         self.weight = nn.Parameter(torch.empty(shape, device=device))
@@ -114,7 +114,7 @@ class GroupedExperts(ParallelModule):
         hidden_size: Size of the last dim of input and output.
         ffn_hidden_size: Inner width of one expert.
         init_std: Standard deviation of the first stack's initial weight.
-        output_init_std: The second one's; None for the same.
+        output_init_std: That of the second stack; None for the same.
         sequence_parallel: Whether the ranks of tp have different tokens.
         tp_mesh: As for ``set_device_mesh``: its ranks have all experts.
         weight_mesh: As for ``set_device_mesh``.
@@ -156,7 +156,7 @@ class GroupedExperts(ParallelModule):
 
     @property
     def ep_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that share the experts out; None where this rank has all."""
+        """Return the ranks that share out the experts; None if this rank has all."""
         mesh = self.linear_fc1.ep_mesh
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
@@ -173,7 +173,7 @@ def reason_for_loop(weight_EOI: Tensor) -> str | None:
     dtypes = _GROUPED_DTYPES.get(weight_EOI.device.type, ())
     if weight_EOI.dtype not in dtypes:
         return f"{weight_EOI.dtype} on {weight_EOI.device.type}"
-    # Of the input and of the gradient of the output, which are made contiguous.
+    # Rows of the input and of the output's gradient, which are made contiguous.
     if any(size * weight_EOI.itemsize % _STRIDE_NBYTES for size in weight_EOI.shape[1:]):
         return f"matrices {tuple(weight_EOI.shape[1:])} of {weight_EOI.dtype}"
     return None
@@ -192,7 +192,7 @@ def _log_loop(reason: str) -> None:
 
 
 def _contiguous(rows: Tensor) -> Tensor:
-    # Without rows all strides are contiguous to torch, and not to the kernels.
+    # Without rows, any strides are contiguous to torch, but not to the kernels.
     return rows.contiguous() if rows.numel() else rows.clone(memory_format=torch.contiguous_format)
 
 
@@ -201,7 +201,7 @@ def multiply_in_groups(x_RI: Tensor, weight_EOI: Tensor, load_E: Tensor) -> Tens
     ends_E = load_E.cumsum(0, dtype=torch.int32)
     out_RO = F.grouped_mm(_contiguous(x_RI), weight_EOI.transpose(1, 2), offs=ends_E)
     if out_RO.requires_grad:
-        # The kernels refuse a gradient that is expanded, as of a sum.
+        # The kernels refuse an expanded gradient, such as that of a sum.
         out_RO.register_hook(_contiguous)
     return out_RO
 

@@ -53,10 +53,10 @@ class ParallelModule(nn.Module):
         ep_mesh: Mesh of the ranks that have the other experts of a stack; None before
             ``parallelize``, and where this rank has all.
         weight_mesh: Ranks over which a quantization recipe's maxima of a weight are combined;
-            None means those that divide it: never replicas.
+            None means the ranks that divide the weight, never replicas.
     """
 
-    # On the class, so that a module without parameters needs no constructor for them.
+    # Class attributes, so that a module without parameters needs no constructor for them.
     declarations: Mapping[str, ParameterAnnotation] = MappingProxyType({})
     computes_on_part = True
     shares_heads_over_cp = False
@@ -116,8 +116,8 @@ class ParallelModule(nn.Module):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise this layer's own parameters again: plain ones, DTensors, sharded ones.
 
-        The whole tensor is drawn on every rank from its default generator, and the own part kept,
-        so the values are those of one process with the same random state.
+        Every rank draws the whole tensor from its default generator and keeps its own part, so the
+        values are those of one process with the same random state.
 
         Args:
             defer_init: True draws nothing; a later call, or ``megafsdp.materialize()``, does.
@@ -143,8 +143,8 @@ class ParallelModule(nn.Module):
             tp_mesh: 1-D mesh of the ranks that have the parts; None leaves the parameters as they
                 are.
             weight_mesh: 1-D mesh of the ranks that combine a recipe's maxima of each weight, in
-                place of those that divide it. Among them must be all ranks of the data axis that
-                divides it, which ``fully_shard`` checks.
+                place of those that divide it. It must contain all ranks of the data axis that
+                divides the weight; ``fully_shard`` checks that.
 
         Raises:
             ValueError: A mesh has several axes, is of another device than the parameters, or does
@@ -174,7 +174,7 @@ class ParallelModule(nn.Module):
                 yield name, parameter
 
     def _part_of(self, name: str, shape: torch.Size) -> ModelPart | None:
-        """Return what tp, or ep of a stack, gives this rank of a tensor; None without a mesh."""
+        """Return this rank's part of a tensor by tp, or of a stack by ep; None without a mesh."""
         declared = self.declarations[name]
         mesh, dim = self.tp_mesh, declared.tp_dim
         if self.ep_mesh is not None:
@@ -210,7 +210,7 @@ def set_mesh_below(
         root: The module.
         tp_mesh: As for the method.
         weight_mesh: As for the method.
-        ep_mesh: Ranks that share out what ``experts`` have; None leaves that whole.
+        ep_mesh: Ranks that share out the stacks of ``experts``; None leaves them whole.
         experts: Layers below that ``ep_mesh`` cuts in place of ``tp_mesh``.
     """
     modules = [m for m in root.modules() if isinstance(m, ParallelModule)]
@@ -225,7 +225,7 @@ def set_mesh_below(
             _check_time(module, axis)
         if axis is not None and module not in experts:
             module.check_degree(axis.size())
-    # By the old object: parameters that modules share are cut once, and stay shared.
+    # Keyed by the old object: parameters that modules share are cut once, and stay shared.
     cut: dict[int, nn.Parameter] = {}
     for module, axis in axes.items():
         module.weight_mesh = weight_mesh
@@ -246,7 +246,7 @@ def _cut_parameters(module: ParallelModule, mesh: DeviceMesh, cut: dict[int, nn.
 
 
 def _cut(parameter: nn.Parameter, part: ModelPart, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter over this rank's part, with what users wrote on the old one."""
+    """Return a parameter over this rank's part, with the attributes that users set on the old."""
     whole = parameter.detach()
     # A copy of a part, so that the whole is freed.
     own = whole if part.dim is None else part.cut(whole).clone()
@@ -280,7 +280,7 @@ def _check_mesh(mesh: DeviceMesh, name: str, modules: list[ParallelModule]) -> N
 
 
 def _check_sharding(root: nn.Module) -> None:
-    # Parameters are no DTensors while they are gathered, as torch leaves those of a root.
+    # Look for units, not DTensors: gathered parameters are plain, as torch leaves those of a root.
     units = [name for name, module in root.named_modules() if isinstance(module, FSDPModule)]
     if units:
         raise _wrong_time(f"the unit '{units[0]}' of fully_shard()", root)

@@ -49,8 +49,8 @@ class Linear(ParallelModule):
         init_std: Standard deviation of the initial weight; the bias starts at 0.
         parallel_mode: ``column``, ``row``, or None for a weight that every rank has whole.
         sequence_parallel: Whether the activations on the outer side are cut along the sequence.
-        fused: Logical tensors along the output dim, of weight and bias alike. Column-parallel, each
-            rank gets its part of each of them.
+        fused: Logical tensors along the output dim, of weight and bias alike. If the map is
+            column-parallel, each rank gets its part of each of them.
         tp_mesh: As for ``set_device_mesh``.
         weight_mesh: As for ``set_device_mesh``.
         device: Where the parameters are made.
@@ -116,7 +116,7 @@ class Linear(ParallelModule):
         """Map (B, T, I) to (B, T, O), of the dtype of the input.
 
         Raises:
-            ValueError: Row-parallel with ``sequence_parallel``: tp does not divide T.
+            ValueError: A row-parallel map has ``sequence_parallel``, and tp does not divide T.
         """
         group = self.tp_group
         weight = self._localized("weight")
@@ -127,7 +127,7 @@ class Linear(ParallelModule):
             return _linear(_input_of_columns(x_BTI, group, self.sequence_parallel), weight, bias)
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
         out_BTO = reduce(_linear(x_BTI, weight, None), group)
-        # After the sum, or it would be added once a rank.
+        # Added after the sum: otherwise every rank would add it once.
         return out_BTO if bias is None else out_BTO + bias.to(out_BTO.dtype)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""From a parameter to the plain tensor that a kernel takes, and from a whole draw to a parameter.
+"""Get the plain tensor of a parameter for a kernel, and fill a parameter from a whole draw.
 
-Kernels of these layers never see a DTensor: what they compute with is this rank's part. This file
+Kernels of these layers never see a DTensor: they compute with this rank's part. This file
 decides neither which part that is (mesh/model_part.py) nor who needs it (layer.py).
 """
 
@@ -23,16 +23,15 @@ def localized(weight: Tensor, *, sums_over_tp: bool = False) -> Tensor:
 
     Under the engine of this package the parameter is plain in forward and is returned itself. A
     DTensor, as under torch's ``fully_shard`` or without any, gives an alias of its local tensor,
-    which allocates nothing; the gradient becomes a DTensor again. A local tensor of a subclass, as
-    quantized weights are, is returned itself, so that whoever refreshes it in place is seen by
-    backward.
+    which allocates nothing; the gradient becomes a DTensor again. A local tensor of a subclass,
+    such as a quantized weight, is returned itself, so that backward sees a refresh in place.
 
     Args:
         weight: The parameter, on one mesh axis at most.
         sums_over_tp: Whether each rank computes a part of the gradient only. It is then marked
             ``Partial``: torch's ``fully_shard`` sums it over tp, and its optimizers do.
     """
-    # By class first: asking torch whether something is a DTensor is a call in Python.
+    # The class is compared first: asking torch whether something is a DTensor is a call in Python.
     if type(weight) is nn.Parameter or not isinstance(weight, DTensor):
         return weight
     grad_placements = [Partial()] if sums_over_tp else None
@@ -71,14 +70,14 @@ def draw_whole(parameter: Tensor, part: ModelPart | None, fill: Callable[[Tensor
     stay equal. A draw by torch into its own DTensor would give every rank the same numbers.
 
     Args:
-        parameter: Plain, or a DTensor; of its mesh the last axis is tp if there is a ``part``, the
+        parameter: Plain, or a DTensor. The last axis of its mesh is tp if there is a ``part``; the
             others are data axes.
-        part: What tp gives this rank; None where tp is no axis of the parameter.
+        part: This rank's part by tp; None if tp is not an axis of the parameter.
         fill: Writes to a plain tensor in place.
 
     Allocates the whole tensor for a DTensor of torch's.
     """
-    # Exactly torch's: the sharded parameter of our engine takes its rows of a whole draw by itself.
+    # Exactly torch's class: our sharded parameters take their rows of a whole draw by themselves.
     if type(parameter) is not DTensor:
         fill(parameter)
         return

@@ -1,6 +1,6 @@
 """Cross entropy of logits of which each rank of tp may have some columns.
 
-The arithmetic is fp32 on blocks of rows, or fp64 of fp64 logits. Forward saves the logits as they
+The arithmetic is fp32 on blocks of rows (fp64 for fp64 logits). Forward saves the logits as they
 came and one number a row; backward writes the gradient. With tp each block costs two all-reduces of
 numbers a row: the largest logit; then the sum of exponentials and the label's logit together.
 
@@ -19,8 +19,8 @@ from torch.autograd.function import FunctionCtx
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.device.autograd import check_no_second_backward
 
-# One fp32 block of 512 MiB, ten a step of 8k tokens over 150k words: some twenty kernels a block
-# are then nothing beside their bytes. On a CPU 2 MiB, which stay in its caches.
+# fp32 blocks of 512 MiB, ten for a step of 8k tokens over 150k words: the launches of some twenty
+# kernels a block are then negligible. On a CPU 2 MiB, which stay in its caches.
 _BLOCK_NUMEL = 2**27
 _BLOCK_NUMEL_ON_CPU = 2**19
 
@@ -96,7 +96,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
 def _own_columns(
     logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each label's column on this rank, 0 where another rank has it, and where it is own."""
+    """Return each label's column on this rank, 0 if another has it, and whether this rank does."""
     if group is None:
         return labels_N, torch.ones_like(labels_N, dtype=torch.bool)
     num_columns = logits_NV.shape[1]

@@ -1,4 +1,4 @@
-"""Exchanges of activations between ranks that share a layer out, each with its gradient.
+"""Exchanges of activations between ranks that share out a layer, each with its gradient.
 
     exchange                     forward                      backward
     copy_to_tp                   nothing                      sum over tp
@@ -34,7 +34,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class _Paired(torch.autograd.Function):
-    """An exchange whose gradient is another, of which it is the gradient."""
+    """An exchange whose backward is another exchange, and the reverse."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
@@ -92,8 +92,8 @@ def gather_vocabulary(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     return run_exchange(logits, join, keep_own, group)
 
 
-# A compiled layer ends its graph here: what the door to collectives counts and waits for is the
-# host's.
+# A compiled layer ends its graph here: counting collectives and waiting for them is work of the
+# host.
 @without_dynamo
 def run_exchange(
     x: Tensor, forward: Exchange, backward: Exchange, group: dist.ProcessGroup
@@ -106,5 +106,5 @@ def run_exchange(
 
 
 def _unchanged(x: Tensor) -> Tensor:
-    # The same object would be a view of the input for autograd, which forbids to write to it.
+    # Autograd would treat the same object as a view of the input and forbid writing to it.
     return x.view_as(x)

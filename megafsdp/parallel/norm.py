@@ -1,8 +1,8 @@
 """Norms of the last dim, whose weights every rank of tp has whole.
 
-Where ranks normalise different vectors (parts of the sequence, or their own heads), the gradient of
-the weight is a sum over tp. The layers declare that; who makes the sum is said in
-``docs/design/17-parallel-layers.md``.
+If ranks normalise different vectors (parts of the sequence, or their own heads), the gradient of
+the weight is a sum over tp. The layers declare that; ``docs/design/17-parallel-layers.md`` says who
+makes the sum.
 """
 
 from __future__ import annotations

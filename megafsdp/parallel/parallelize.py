@@ -1,4 +1,4 @@
-"""A model of parallel layers onto the meshes of a job, in one call before ``fully_shard``."""
+"""Put a model of parallel layers onto the meshes of a job, in one call before ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def parallelize(model: M, meshes: Meshes) -> M:
-    """Cut layers by tp and stacks of experts by ep, and have layers share sequences out over cp.
+    """Cut layers by tp and stacks of experts by ep, and have layers share out sequences over cp.
 
     A no-op without these meshes.
 
-    Each rank of ``meshes.ep`` gets as many experts of each layer. Tensor parallelism cuts none of
-    them: ``fully_shard(..., expert_mesh=meshes.experts)`` divides them over the ranks of tp too,
-    which have different tokens. Parameters of other modules stay plain: every rank of tp has them
-    whole, and they must compute the same on each. Context parallelism cuts no parameter, and no
-    input: models of :mod:`megafsdp.models` take whole sequences and compute with their own part;
-    modules of another model find the ranks in ``cp_group``. Local; call it after construction and
-    before ``fully_shard``. Either everything is changed or the call raises.
+    Each rank of ``meshes.ep`` gets an equal number of each layer's experts. Tensor parallelism cuts
+    none of them: ``fully_shard(..., expert_mesh=meshes.experts)`` divides them over the ranks of tp
+    too, which have different tokens. Parameters of other modules stay plain: every rank of tp has
+    them whole, and these modules must compute the same on each. Context parallelism cuts no
+    parameter and no input: models of :mod:`megafsdp.models` take whole sequences and compute with
+    their own part; modules of another model find the ranks in ``cp_group``. Local; call it after
+    construction and before ``fully_shard``. Either everything is changed or the call raises.
 
     Args:
         model: A module with layers of :mod:`megafsdp.parallel` at any depth, on the meta device or
@@ -37,7 +37,7 @@ def parallelize(model: M, meshes: Meshes) -> M:
     Raises:
         ValueError: The model has no such layer, or no experts for ep; a size cannot be cut by the
             degree, or heads of linear attention by tp x cp; or the ranks of tp have the same
-            tokens, which experts would count as often.
+            tokens, so that experts would count each of them several times.
         RuntimeError: The layers have been cut or sharded before.
     """
     if meshes.tp is None and meshes.ep is None and meshes.cp is None:

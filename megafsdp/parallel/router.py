@@ -1,11 +1,10 @@
-"""Which experts a token passes, how their loads are counted, and what evens them.
+"""Which experts a token goes to, how their loads are counted, and what balances them.
 
-A router scores experts by the softmax of a linear map, in fp32 or wider, and picks the best K. The
-loads that it makes are counted once a token, not again when backward recomputes a layer. What evens
-them:
+A router scores experts by the softmax of a linear map, in fp32 or wider, and picks the best K. Each
+token counts once for the loads, not again when backward recomputes a layer. What balances them:
 
     none       nothing
-    aux_loss   a loss beside the model's, whose gradient enters at the scores in backward
+    aux_loss   a loss besides the model's, whose gradient enters at the scores in backward
     bias       a number for each expert is added to the scores where experts are picked, and moved
                a fixed step at a time against the error of the load; the weights do not see it
 
@@ -15,7 +14,7 @@ all copies of tokens and P its mean score, over the tokens of one forward on all
 ``load_balancing_loss_func`` is K times as much, and takes the tokens of all layers together.
 
 A training loop calls :func:`router_metrics` where it wants numbers and :func:`end_router_step`
-after each optimizer step. Tokens that pad a sequence are routed, and count nowhere.
+after each optimizer step. Tokens that pad a sequence are routed but not counted.
 
 Sources: Fedus et al., Switch Transformers (arXiv:2101.03961), equations 4 to 6, over the global
 batch as in Qiu et al., Demons in the Detail (arXiv:2501.11873); Wang et al., Auxiliary-Loss-Free
@@ -48,18 +47,17 @@ Balance = Literal["none", "aux_loss", "bias"]
 
 
 class RoutedBatch:
-    """What routers know of the forward that they are in, also where backward recomputes it.
+    """What routers know of the forward that they are in, also when backward recomputes it.
 
-    One is made for each forward: several may be before a backward. It is no dataclass, which
-    engines copy where they cast what a layer is called with.
+    One is made for each forward: several forwards may come before a backward. It is not a
+    dataclass: engines copy dataclasses when they cast the inputs of a layer.
 
     Args:
         is_padding_N: Whether each of this rank's tokens pads its sequence; None if none does.
 
     Attributes:
         is_padding_N: As given.
-        loss_grad: The gradient of the loss that the auxiliary one stands beside, from backward;
-            None for 1.
+        loss_grad: The gradient of the model's own loss, noted in backward; None for 1.
     """
 
     __slots__ = ("is_padding_N", "loss_grad")
@@ -77,7 +75,7 @@ class Router(ParallelModule):
         num_experts: E, on all ranks of ep together.
         num_experts_per_token: K.
         norm_topk_prob: Whether the K weights of a token are divided by their sum.
-        balance: What evens the loads.
+        balance: What balances the loads.
         aux_loss_coefficient: Factor of the auxiliary loss.
         bias_update_rate: How far a step moves each expert's bias.
         init_std: Standard deviation of the initial weight.
@@ -89,10 +87,10 @@ class Router(ParallelModule):
     Attributes:
         expert_bias: ``(E,)`` fp32, a buffer that checkpoints have; None unless ``balance`` is
             ``bias``. Conversions of the module's dtype leave it as it is.
-        load_E: Copies of tokens for each expert since the step began, of this rank's tokens; None
-            before the first. Counted in training mode only.
+        load_E: Copies of this rank's tokens for each expert since the step began; None before the
+            first. Counted in training mode only.
         score_E: The sum of each expert's scores likewise; with an auxiliary loss only.
-        batch: That of the last forward; None before the first.
+        batch: The batch of the last forward; None before the first.
     """
 
     expert_bias: Tensor | None
@@ -149,8 +147,8 @@ class Router(ParallelModule):
 
         Args:
             x_NH: The tokens of this rank.
-            batch: That of the forward, the same where backward recomputes it; None makes one, and
-                a recomputation takes that of the last forward.
+            batch: The batch of the forward, the same one when backward recomputes it. If None, a
+                forward makes one, and a recomputation takes the last forward's.
         """
         is_recomputed = is_backward_running()
         if batch is None:
@@ -168,7 +166,7 @@ class Router(ParallelModule):
         if not self.training:
             return weights_NK, experts_NK
         load_E = self._load_of(experts_NK, batch.is_padding_N)
-        # A recomputation counts the tokens of its forward again.
+        # A recomputation would count the tokens of its forward again.
         if not is_recomputed:
             self._count(load_E, _without_padding(score_NE.detach(), batch))
         if self.balance == "aux_loss" and score_NE.requires_grad:
@@ -178,7 +176,7 @@ class Router(ParallelModule):
     def _load_of(self, experts_NK: Tensor, is_padding_N: Tensor | None) -> Tensor:
         if is_padding_N is None:
             return count_by_expert(experts_NK, self.num_experts)
-        # An expert more, which padding is counted for: the host does not wait for a number of rows.
+        # Padding counts for one more expert, so that the host does not wait for a number of rows.
         counted_NK = experts_NK.masked_fill(is_padding_N.unsqueeze(1), self.num_experts)
         return count_by_expert(counted_NK, self.num_experts + 1)[:-1]
 
@@ -196,8 +194,8 @@ class Router(ParallelModule):
         total_E = load_E.double()
         all_reduce(total_E, label="loads of experts")
         num_copies = total_E.sum()
-        # Gradients are the mean over data ranks, and sums over the ranks of tp that have different
-        # tokens: what stands for the whole batch is divided by the tokens of one data rank.
+        # Gradients are averaged over data ranks, and summed over ranks of tp with different tokens:
+        # so this gradient, of the whole batch, is divided by the tokens of one data rank.
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         if self.sequence_parallel and self.tp_mesh is not None:
             num_ranks //= self.tp_mesh.size()
@@ -223,9 +221,9 @@ class Router(ParallelModule):
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
-    """The weights unchanged; in backward the gradient of a loss that no value is made of.
+    """Return the weights unchanged; in backward add the gradient of a loss that has no value.
 
-    A value would leave the layer beside its output. Backward might then begin at it, before the
+    A value would be a second output of the layer. Backward might then begin at it, before the
     layer's parameters are gathered, and a recomputed layer would make it twice.
     """
 
@@ -253,7 +251,7 @@ class _AuxiliaryLoss(torch.autograd.Function):
         return grad_NK, grad_NE, None, None, None
 
 
-# A compiled layer ends its graph here: the gradient is made by a collective of the host's.
+# A compiled layer ends its graph here: the gradient needs a collective, which the host issues.
 @without_dynamo
 def _add_auxiliary_loss(
     weights_NK: Tensor, score_NE: Tensor, load_E: Tensor, router: Router, batch: RoutedBatch
@@ -263,7 +261,7 @@ def _add_auxiliary_loss(
 
 
 class _LossGradient(torch.autograd.Function):
-    """A loss unchanged; in backward its gradient is noted for routers."""
+    """Return a loss unchanged; in backward note its gradient for routers."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, loss: Tensor, batches: set[RoutedBatch]) -> Tensor:
@@ -280,12 +278,12 @@ class _LossGradient(torch.autograd.Function):
 
 @without_dynamo
 def scale_auxiliary_losses(loss: Tensor, model: nn.Module) -> Tensor:
-    """Return the loss, whose gradient in backward becomes the factor of a model's auxiliary losses.
+    """Return the loss; in backward its gradient becomes the factor of a model's auxiliary losses.
 
-    They are those of the model's last forward: call it before the next one. What divides the loss
-    by the number of microbatches, or scales it for fp16, so applies to them too. Backward must
-    reach the loss before the layers, as it does where the loss is made of their output.
-    ``LanguageModel`` calls it where it makes the loss itself. Local.
+    It acts on the losses of the model's last forward: call it before the next one. Dividing the
+    loss by the number of microbatches, or scaling it for fp16, then applies to them too. Backward
+    must reach the loss before the layers, as it does if the loss is made of their output.
+    ``LanguageModel`` calls it if it makes the loss itself. Local.
     """
     batches = {
         router.batch
@@ -303,7 +301,7 @@ class RouterMetrics:
     """How evenly experts were used since the step began, on all ranks; scalars on the device.
 
     Attributes:
-        max_load: The largest load of an expert over the mean load, of the layer where it is worst.
+        max_load: The largest load of an expert over the mean load, in the layer where it is worst.
         aux_loss: The auxiliary loss without its coefficient, the mean over layers: 1 where loads
             are even; None unless the model has one.
     """
@@ -333,7 +331,7 @@ def router_metrics(model: nn.Module) -> RouterMetrics | None:
 
 @torch.no_grad()
 def end_router_step(model: nn.Module, *, found_inf: Tensor | bool = False) -> None:
-    """Move the biases of a model's experts by the loads of a step, and count the next step's.
+    """Move the biases of a model's experts by the loads of a step, and begin to count the next.
 
     Every rank calls it alike, after each optimizer step. Collective over all ranks where there are
     biases: one all-reduce for all layers. Biases are equal on all ranks, bit by bit. Without tokens
