@@ -1,4 +1,4 @@
-"""Build the native modules of megafsdp; all metadata but the addresses stand in pyproject.toml.
+"""Build the native modules of megafsdp; all metadata but the addresses is in pyproject.toml.
 
 ``megafsdp._csrc`` needs a C++ compiler, ``megafsdp._cuda`` nvcc besides. Environment variables:
 
@@ -32,18 +32,18 @@ CUDA = CSRC / "cuda"
 JOBS = "MAX_JOBS"
 DEFAULT_ARCHS = ("80", "90", "100f")
 # No -march: the instruction set is chosen at run time. No contraction: a fused multiply-add gives
-# other bits than a processor or a torch fallback without it. Nobody reads the floating-point
-# exception flags, and keeping them right would forbid the compiler to vectorise selects; nor
-# errno, which would keep it from vectorising roots.
+# other bits than a processor or a torch fallback without it. Floating-point exception flags and
+# errno are never read; keeping them right would stop the compiler from vectorising selects and
+# roots.
 COMPILE_ARGUMENTS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
 COMPILE_ARGUMENTS += ["-pthread", "-Wall", "-Wextra"]
-# Linked with the runtime itself, the module can be imported without a driver and beside any torch.
+# With a static CUDA runtime the module can be imported without a driver and beside any torch.
 NVCC_ARGUMENTS = ["--cudart=static", "-std=c++17", "-O3", "-fmad=false"]
 NVCC_ARGUMENTS += ["--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 class CudaExtension(Pybind11Extension):
-    """A module whose bindings the C++ compiler takes, and whose kernels and linking nvcc."""
+    """A module whose bindings the C++ compiler compiles; nvcc compiles its kernels and links it."""
 
     def __init__(self, name: str, cuda_sources: list[str], **options: object) -> None:
         super().__init__(name, **options)
@@ -54,7 +54,7 @@ class OptionalBuildExt(build_ext):
     """Build each extension, or say in one line what is lost without it."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build one extension; a machine that cannot gets a package that works without it."""
+        """Build one extension; if the machine cannot, the package works without it."""
         try:
             if isinstance(ext, CudaExtension):
                 self.build_cuda(ext)
@@ -67,7 +67,7 @@ class OptionalBuildExt(build_ext):
             print(f"megafsdp: no {ext.name} ({reason}); its torch fallbacks are slower")
 
     def build_cuda(self, ext: CudaExtension) -> None:
-        """Compile and link; nvcc may be a wrapper, so it is left to find the toolkit's files."""
+        """Compile and link; nvcc finds the toolkit's files itself, as it may be a wrapper."""
         target = Path(self.get_ext_fullpath(ext.name))
         inputs = [*ext.sources, *ext.cuda_sources, *ext.depends]
         has_choice = "MEGAFSDP_CUDA_ARCHS" in os.environ
@@ -96,7 +96,7 @@ def run(command: list[str]) -> None:
     """Run a compiler.
 
     Raises:
-        CompileError: It failed; carries what it wrote.
+        CompileError: The compiler failed; the error has its output.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -109,7 +109,7 @@ def find_nvcc() -> str:
     """Return the path of nvcc.
 
     Raises:
-        CompileError: There is none.
+        CompileError: There is no nvcc.
     """
     home = os.environ.get("CUDA_HOME")
     for candidate in (os.environ.get("NVCC"), home and f"{home}/bin/nvcc", "nvcc"):
@@ -121,7 +121,7 @@ def find_nvcc() -> str:
 def cuda_archs() -> str:
     """Return the architectures to compile for, separated by semicolons.
 
-    By default those that the nvcc at hand knows: one that it does not would fail the whole build.
+    By default those that this nvcc knows: an unknown one would fail the whole build.
     """
     if chosen := os.environ.get("MEGAFSDP_CUDA_ARCHS"):
         return chosen
@@ -133,7 +133,7 @@ def cuda_archs() -> str:
 
 
 def knows_arch(nvcc: str, arch: str) -> bool:
-    """Return whether nvcc compiles for an architecture; its list leaves out those with letters."""
+    """Return whether nvcc compiles for an architecture; its own list lacks those with letters."""
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
     command = [nvcc, "--dryrun", code, "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -143,7 +143,7 @@ def code_arguments(archs: str) -> list[str]:
     """Return nvcc's arguments for architectures such as ``90`` and ``100f``.
 
     Raises:
-        CompileError: One is neither a number nor one with a letter.
+        CompileError: One is neither a number nor a number with a letter.
     """
     names = archs.split(";")
     if wrong := [name for name in names if not name.rstrip("af").isdigit()]:
@@ -162,7 +162,7 @@ def extensions() -> list[Extension]:
         ValueError: ``MEGAFSDP_CUDA`` is neither auto, 1 nor 0.
     """
     depends = ["setup.py", *sorted(str(path) for path in CSRC.glob("**/*.h"))]
-    # Whoever installs the built files must not insist on optional ones.
+    # Optional, so that steps after the build do not insist on a file that was not built.
     modules: list[Extension] = [
         Pybind11Extension(
             "megafsdp._csrc",
@@ -194,15 +194,15 @@ def extensions() -> list[Extension]:
 
 
 def project_urls(root: Path) -> dict[str, str]:
-    """Return what packages name as the project's addresses, by their labels.
+    """Return the project's addresses for the package's metadata, by their labels.
 
-    A source package has them in its PKG-INFO; a clone knows where it came from. Nothing is made up
-    for a clone of a folder, nor for files without their git.
+    A source package has them in its PKG-INFO; a clone takes its remote. A clone of a folder and
+    files without git have no addresses.
     """
     if (info := root / "PKG-INFO").exists():
         lines = HeaderParser().parsestr(info.read_text(encoding="utf-8")).get_all("Project-URL", [])
         return dict(line.split(", ", 1) for line in lines)
-    # Where this is missing, git would answer for a folder above.
+    # Without a .git here, git would answer for a folder above.
     if not (root / ".git").exists() or not shutil.which("git"):
         return {}
     command = ["git", "-C", str(root), "config", "--get", "remote.origin.url"]
@@ -212,13 +212,13 @@ def project_urls(root: Path) -> dict[str, str]:
 
 
 def web_address(remote: str) -> str | None:
-    """Return where browsers find a git remote, without its credentials; None where they cannot."""
+    """Return a git remote's address for browsers, without credentials; None if it has none."""
     if "://" not in remote:
         host, _, path = remote.partition(":")
         remote = f"ssh://{host}/{path}"
     parts = urlsplit(remote)
     host = parts.hostname or ""
-    # A folder has no host, and a name without a dot is one of ssh's own configuration.
+    # A folder has no host, and a host without a dot is a name in ssh's own configuration.
     if parts.scheme not in ("https", "http", "ssh", "git") or not re.fullmatch(
         r"[\w-]+(\.[\w-]+)+", host
     ):

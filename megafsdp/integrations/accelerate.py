@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator``, whose FSDP2 plugin shards by this engine, on CPUs too.
 
 ``prepare(model, optimizer)`` shards the model as the plugin says and gives the optimizer the
-sharded parameters, ``clip_grad_norm_`` clips with one collective. All else is accelerate's own:
+sharded parameters; ``clip_grad_norm_`` clips with one collective. All else is accelerate's own:
 ``accumulate``, ``save_state``, ``load_state`` and ``get_state_dict`` take units of megafsdp as they
 are.
 """
@@ -35,13 +35,13 @@ class ShardedAccelerator(Accelerator):
     """An accelerator that shards; arguments are accelerate's, ``fsdp_plugin`` among them.
 
     Raises:
-        NotImplementedError: There is no plugin of ``fsdp_version=2``, or it asks for what is not
-            translated.
+        NotImplementedError: There is no plugin of ``fsdp_version=2``, or it asks for something that
+            is not translated.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("fsdp_plugin") is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-            # What accelerate's launcher has chosen, which accelerate ignores on CPUs.
+            # accelerate's launcher has chosen FSDP, which accelerate ignores on CPUs.
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         super().__init__(*args, **kwargs)
         plugin: Any = kwargs.get("fsdp_plugin") or getattr(self.state, "fsdp_plugin", None)
@@ -57,7 +57,7 @@ class ShardedAccelerator(Accelerator):
         }
         check_settings(given, where)
         if self.distributed_type in _ON_CPU_OR_ALONE and dist.is_initialized():
-            # accelerate has an FSDP of several GPUs alone.
+            # accelerate has FSDP for several GPUs only.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.state.distributed_type, self.state.fsdp_plugin = DistributedType.FSDP, plugin
             if self.mixed_precision != "no":
@@ -100,8 +100,8 @@ class ShardedAccelerator(Accelerator):
         max_norm: float,
         norm_type: float = 2,
     ) -> torch.Tensor:
-        """Clip the norm of all gradients, which is returned; collective, one small all-reduce."""
-        # accelerate's own compares parameters by ==, which those of several models refuse.
+        """Clip the norm of all gradients and return it; collective, one small all-reduce."""
+        # accelerate's own compares parameters by ==, which fails for parameters of several models.
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -119,7 +119,7 @@ class ShardedAccelerator(Accelerator):
 
 
 def _on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model, or of one on the meta device its buffers: parameters get values later."""
+    """Move a model, or only its buffers if it is on the meta device: parameters follow later."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
     for module in model.modules():

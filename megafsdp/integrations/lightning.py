@@ -27,7 +27,7 @@ class ShardedStrategy(ModelParallelStrategy):
     """``ModelParallelStrategy`` whose data-parallel ranks are all but those of tensor parallelism.
 
     Args:
-        tensor_parallel_size: Neighbouring ranks that share each layer out.
+        tensor_parallel_size: Neighbouring ranks that share out each layer.
         **kwargs: The strategy's further arguments.
     """
 
@@ -44,14 +44,14 @@ class ShardedStrategy(ModelParallelStrategy):
 class ShardedModule(LightningModule):
     """A module whose children with parameters are sharded; it works under ``ShardedStrategy``."""
 
-    # Classes of units, or their names; None takes what a model of transformers names, and makes
-    # each other child one unit.
+    # Classes of units, or their names; None takes the classes that a model of transformers names,
+    # and makes each other child one unit.
     fsdp_unit_modules: list[type[nn.Module] | str] | None = None
 
     def configure_model(self) -> None:
         """Shard each child, once: Lightning calls this before each of fit, validate and test.
 
-        Lists and dicts of modules have no forward: each module in them is a child.
+        Lists and dicts of modules have no forward: each module in them counts as a child.
 
         Raises:
             NotImplementedError: The module has parameters of its own, whose gradients no unit sums,
@@ -74,7 +74,7 @@ class ShardedModule(LightningModule):
         for child in (child for each in containers for child in each.children()):
             if is_container(child) or isinstance(child, FSDPModule):
                 continue
-            # It has no parameters, or is a part of a child that is sharded.
+            # The child has no parameters, or is a part of one that is sharded.
             if all(group_of(parameter) is not None for parameter in child.parameters()):
                 continue
             if not any(parameter.is_meta for parameter in child.parameters()):

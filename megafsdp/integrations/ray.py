@@ -3,7 +3,7 @@
 The function runs on every worker, in a process group that ``TorchTrainer`` makes, so
 ``fully_shard_model`` needs nothing more. All workers write one checkpoint, each its rows, into the
 ``storage_path`` that they share, and Ray gets its path: nothing is copied. Any number of
-workers goes on from it.
+workers can resume from it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def report(
         lr_scheduler: The scheduler.
 
     Raises:
-        NotImplementedError: The run's storage is no file system that workers share.
+        NotImplementedError: The run's storage is not a file system that workers share.
         CheckpointError: A worker could not write.
     """
     root = _storage() / FOLDER
     try:
         saved = save(root, step=step, model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)
     except CheckpointError:
-        # A worker may have died after the save and before the report, and the run come by again.
+        # A worker may have died after the save, before the report, and the run reached it again.
         if latest_step(root) != step:
             raise
         saved = step_directory(root, step)
@@ -91,7 +91,7 @@ def _storage() -> Path:
     """Return the run's folder in the storage that the workers share.
 
     Raises:
-        NotImplementedError: It is an object store.
+        NotImplementedError: The storage is an object store.
     """
     storage = train.get_context().get_storage()
     kind = storage.storage_filesystem.type_name

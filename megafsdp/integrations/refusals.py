@@ -1,4 +1,4 @@
-"""Settings of the bridged libraries that are not translated: refused by name, with what to do."""
+"""Settings of the bridged libraries that are not translated: refused by name, with a hint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ONE_ENGINE = "Leave it out, and start by torchrun or a plain accelerate launch"
 
 # The values that are translated, and what to do instead of the others.
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    # accelerate's plugin, and what stands beside it.
+    # accelerate's plugin, and options beside it.
     "fsdp_version": (
         (2,),
         "Give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or set it by accelerate "

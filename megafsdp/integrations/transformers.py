@@ -46,7 +46,7 @@ class Sharded(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # After all that trainers do to a model, such as adding adapters.
+        # After all changes that trainers make to a model, such as adding adapters.
         given = [] if self.optimizer is None else [self.optimizer]
         self.model = self.model_wrapped = self._sharded(self.model, given)
 
@@ -68,26 +68,26 @@ class Sharded(Trainer):
         return fully_shard_model(model, units, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Shard what ``model_init`` makes, which each training starts anew from."""
+        """Shard the model that ``model_init`` makes anew for each training."""
         return self._sharded(super().call_model_init(trial).to(self.args.device))
 
     def _sharded(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
     ) -> nn.Module:
-        """Return a model as it is, or sharded, that accelerate does not wrap.
+        """Shard a model unless it is sharded already, and keep accelerate from wrapping it.
 
         Raises:
-            NotImplementedError: Arguments ask for what is not translated, such as a loss scale.
+            NotImplementedError: Arguments ask for something not translated, such as a loss scale.
         """
         given = {"fsdp": self.is_fsdp_enabled, "deepspeed": self.is_deepspeed_enabled}
-        # Some are those of one trainer alone.
+        # Some arguments exist in one trainer only.
         given |= {name: getattr(self.args, name, False) for name in _REFUSED}
         check_settings(given, "TrainingArguments of a sharded trainer")
         if not isinstance(model, FSDPModule):
             with optimizers_follow(model, optimizers):
                 model = self.shard_model(model)
             if callable(getattr(model, "generate", None)):
-                # Trainers call it, and it runs parts of the model by themselves.
+                # Trainers call generate(), which runs parts of the model by themselves.
                 register_fsdp_forward_method(model, "generate")
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
@@ -96,10 +96,10 @@ class Sharded(Trainer):
         return clip_grad_norm_(model, self.args.max_grad_norm)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        # The trainer calls it on all ranks, of which one writes.
+        # The trainer calls this on all ranks; one of them writes.
         state = full_state_dict(self.model) if state_dict is None else state_dict
         model: Any = self.model
-        # PEFT runs the prompt encoder while it saves, on that one rank.
+        # PEFT runs the prompt encoder while it saves, on the writing rank only.
         runs = _is_peft_model(model) and model.active_peft_config.is_prompt_learning
         with summon_full_params(model) if runs else contextlib.nullcontext():
             super()._save(output_dir, state)
@@ -107,7 +107,7 @@ class Sharded(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir, FOLDER)
         if self.is_world_process_zero() and folder.exists():
-            # A run that went back and came by again. Other ranks wait in the save for this one.
+            # The run went back and reached this step again. Other ranks wait for this in save().
             shutil.rmtree(folder)
         save(folder, step=self.state.global_step, **self._states())
 

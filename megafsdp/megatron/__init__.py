@@ -2,9 +2,9 @@
 
     from megafsdp.megatron import fully_shard_model, fully_shard_optimizer
 
-Nothing is ignored silently: what does not mean the same is refused, by its name and with what to
-do. The model is changed in place and returned; there is no wrapper. docs/from-megatron-fsdp.md has
-the table. Read first: fully_shard.py.
+Nothing is ignored silently: anything that would mean something else is refused by name, with a hint
+on what to do. The model is changed in place and returned; there is no wrapper.
+docs/from-megatron-fsdp.md has the table. Read first: fully_shard.py.
 """
 
 from typing import NoReturn

@@ -1,7 +1,7 @@
 """Entry points of Megatron-FSDP: its keywords become those of ``megafsdp.fully_shard_model``.
 
-A keyword that means something here is translated. Each of the others may have the values that ask
-for what happens anyway, and is refused otherwise (:mod:`megafsdp.megatron.refusals`).
+A keyword that means something here is translated. Any other keyword may only have values that ask
+for what happens anyway; other values are refused (:mod:`megafsdp.megatron.refusals`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fully_shard_model(
         module: The model, changed in place.
         device_mesh: A mesh that has the axes named by ``dp_shard_dim`` and ``dp_outer_dim``, and
             perhaps others; None means one axis of all ranks.
-        **keywords: Those of :class:`~megafsdp.megatron.keywords.MegatronKeywords`.
+        **keywords: The fields of :class:`~megafsdp.megatron.keywords.MegatronKeywords`.
 
     Returns:
         ``module``, whose class is now also an :class:`megafsdp.FSDPModule`.
@@ -95,11 +95,11 @@ def fully_shard_optimizer(
         optimizer: Any optimizer over the parameters of a sharded model. Its ``step`` and
             ``zero_grad`` stay its own, without Megatron-FSDP's further arguments.
         preproc_state_dict_for_dcp_ckpt: Make the states with which the first step begins, so that
-            ``torch.distributed.checkpoint.load`` finds them in the ``state_dict``. Where they are
+            ``torch.distributed.checkpoint.load`` finds them in the ``state_dict``. If they are
             not known, a warning is logged. False leaves them to the first step.
 
     Raises:
-        TypeError: The first argument is no optimizer, as in Megatron-FSDP's first releases.
+        TypeError: The first argument is not an optimizer, as in Megatron-FSDP's first releases.
         ValueError: A parameter is the original that sharding has replaced.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -130,8 +130,8 @@ def fully_shard(
 
     Args:
         module: The model, changed in place.
-        optimizer: An optimizer of its parameters that has not stepped. Its groups stay as they are,
-            where Megatron-FSDP makes one of all parameters.
+        optimizer: An optimizer of its parameters that has not stepped. Its groups stay as they are;
+            Megatron-FSDP would make one group of all parameters.
         device_mesh: As for :func:`fully_shard_model`.
         **keywords: Likewise.
 
@@ -154,7 +154,7 @@ def _meshes(
     """Return the data-parallel meshes of all parameters and of experts.
 
     Raises:
-        ValueError: An axis is not of its mesh, or a group is not one of the axes' ranks.
+        ValueError: A mesh lacks an axis, or a group has other ranks than the axes.
     """
     inner, outer = keywords.get("dp_shard_dim"), keywords.get("dp_outer_dim")
     expert_mesh = keywords.get("expt_device_mesh")
@@ -202,10 +202,10 @@ def _data_mesh(
 
 
 def _policy_of(policy: object, module: nn.Module) -> Any:
-    """Translate a policy of this module; others are checked by ``megafsdp.fully_shard``.
+    """Translate a policy of Megatron-FSDP's class; ``megafsdp.fully_shard`` checks others.
 
     Raises:
-        ValueError: Main weights are to have the model's dtype, and it has several.
+        ValueError: Main weights are to have the model's dtype, but it has several.
     """
     if not isinstance(policy, MixedPrecisionPolicy):
         return policy
@@ -233,7 +233,7 @@ def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: Megatr
     """Move a model, and declare its experts, as Megatron-core marks or Megatron-FSDP names them.
 
     Raises:
-        ValueError: A mesh of experts is given, and no parameter is one of an expert; or the device
+        ValueError: A mesh of experts is given, but no parameter belongs to an expert, or the device
             is of another type than the mesh.
         NotImplementedError: Megatron-core's tensor parallelism has cut a parameter.
     """

@@ -1,6 +1,6 @@
 """Megatron-FSDP's names for choices: strategies, dtypes, keywords, and its configuration class.
 
-Values alone; :mod:`megafsdp.megatron.fully_shard` translates them.
+Values only; :mod:`megafsdp.megatron.fully_shard` translates them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MixedPrecisionPolicy:
         """Check that sums are accumulated in the dtype in which they are stored.
 
         Raises:
-            NotImplementedError: They are to be accumulated in another one.
+            NotImplementedError: They are to be accumulated in another dtype.
         """
         if self.grad_accum_dtype not in (None, self.main_grads_dtype):
             raise refusal(
@@ -143,18 +143,18 @@ class DistributedDataParallelConfig:
 
     Attributes:
         data_parallel_sharding_strategy: The keyword ``zero_dp_strategy``.
-        outer_dp_sharding_strategy: Its namesake there.
-        overlap_param_gather: Its namesake; None leaves the overlap on.
-        average_in_collective: Its namesake.
-        nccl_ub: Its namesake.
-        main_params_dtype: Its namesake in :class:`MixedPrecisionPolicy`; so are the next two.
+        outer_dp_sharding_strategy: The keyword of this name.
+        overlap_param_gather: The keyword of this name; None leaves the overlap on.
+        average_in_collective: The keyword of this name.
+        nccl_ub: The keyword of this name.
+        main_params_dtype: As in :class:`MixedPrecisionPolicy`; so are the next two.
         main_grads_dtype: Accumulated gradients.
         grad_comm_dtype: The sum of gradients over ranks.
         gradient_reduce_div_fusion: Either value: gradients are divided where that is cheapest.
         fsdp_all_gather_in_start_param_sync: Either value: the first forward gathers.
         disable_symmetric_registration: Either value: registration is never symmetric.
         align_param_gather: Either value: a unit is gathered when it is needed.
-        use_megatron_fsdp: Refused if False; all other fields as the keywords of their names.
+        use_megatron_fsdp: Refused if False; all other fields are like the keywords of their names.
     """
 
     data_parallel_sharding_strategy: str | int = "no_shard"

@@ -1,7 +1,7 @@
-"""What of Megatron-FSDP's interface is refused, and the errors that say what to do instead.
+"""Parts of Megatron-FSDP's interface that are refused, and errors that say what to do instead.
 
-Keywords and configuration fields, methods of its wrapper, and names of its package. The tables are
-all there is: docs/from-megatron-fsdp.md has a row for each entry.
+They are keywords and configuration fields, methods of its wrapper, and names of its package. The
+tables are complete: docs/from-megatron-fsdp.md has a row for each entry.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         "Leave it out: .grad of the sharded parameters is the gradient, and "
         "MixedPrecisionPolicy(main_grads_dtype=...) its dtype",
     ),
-    # Of the configuration alone.
+    # Fields of the configuration only.
     "bucket_size": ((None,), _NO_BUCKETS),
     "suggested_communication_unit_size": (
         (None,),
@@ -158,14 +158,14 @@ NAMES: dict[str, str] = {
 
 
 def refuse_name(name: str, known: Iterable[str], module: str) -> NoReturn:
-    """Raise for a name that a module has not.
+    """Raise for a name that a module does not have.
 
     Raises:
         ImportError: It is one of Megatron-FSDP's.
         AttributeError: It is not.
     """
     if name in NAMES:
-        # No AttributeError, of which an import statement shows the name alone.
+        # Not an AttributeError: an import statement would show only the name of it.
         raise ImportError(
             expected(
                 f"one of {', '.join(known)}",
@@ -205,7 +205,7 @@ def check_values(given: Mapping[str, object], where: str) -> None:
     """
     for name, value in given.items():
         accepted, hint = ONLY.get(name, ((value,), ""))
-        # Registered memory is several buffers that stay, so the two ask for one thing.
+        # Registered memory is several persistent buffers, so the two ask for the same thing.
         is_implied = name == "fsdp_double_buffer" and given.get("nccl_ub")
         if value not in accepted and not is_implied:
             raise refusal(name, " or ".join(map(repr, accepted)), value, where=where, hint=hint)
@@ -219,9 +219,9 @@ def refusal(name: str, what: str, value: object, *, where: str, hint: str) -> No
 
 
 def refuse_methods(module: nn.Module) -> None:
-    """Give a model the methods of Megatron-FSDP's wrapper that say what to do instead.
+    """Give a model the methods of Megatron-FSDP's wrapper; they say what to do instead.
 
-    A method of the same name of the model's own stays. Attributes that loops set are refused too.
+    The model's own method of the same name stays. Attributes that loops set are refused too.
     """
     names = tuple(name for name in METHODS | ATTRIBUTES if not hasattr(module, name))
     # mypy takes the hash of the class for that of its instances.
@@ -230,7 +230,7 @@ def refuse_methods(module: nn.Module) -> None:
 
 @functools.cache
 def _class_with(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a class with refused methods: one for a class, since torch compiles each anew."""
+    """Return a class with refused methods; cached, since torch compiles anew for each class."""
     refused: dict[str, object] = {
         name: _refused_method(name) if name in METHODS else _refused_attribute(name)
         for name in names
@@ -255,7 +255,7 @@ def _refused_method(name: str) -> Callable[..., NoReturn]:
 
 def _refused_attribute(name: str) -> property:
     def missing(self: nn.Module) -> NoReturn:
-        # As without the property: others ask whether a model has the attribute.
+        # As if there were no property: other code asks whether a model has the attribute.
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def refuse(self: nn.Module, value: object) -> NoReturn:
