@@ -2,8 +2,8 @@
 // adam_tile.h says what a thread does, kernels/adam_formula.h what happens to an element.
 //
 // Every operation is an intrinsic that rounds to nearest even once, so neither contraction nor the
-// compiler's -ftz changes a bit. Subnormal numbers are flushed by kernels/flushing.h and not by
-// -ftz=true: nothing says whether a GPU looks at a result before or after rounding it.
+// compiler's -ftz changes a bit. kernels/flushing.h flushes subnormal numbers, not -ftz=true: it is
+// not specified whether a GPU looks at a result before or after rounding it.
 #include <cuda_runtime.h>
 
 #include "adam.h"
@@ -23,7 +23,7 @@ struct DeviceMath {
   static __device__ __forceinline__ float fma(float a, float b, float c) {
     return __fmaf_rn(a, b, c);
   }
-  // A product with one is exact, so nothing hangs on when the flush happens.
+  // A product with one is exact, so it does not matter when the flush happens.
   static __device__ __forceinline__ float take(float a) {
     float flushed;
     asm("mul.rn.ftz.f32 %0, %1, 0f3F800000;" : "=f"(flushed) : "f"(a));
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   if (arguments.found_inf != nullptr && *arguments.found_inf != 0.0f) return;
   const bool has_device_scale = arguments.grad_scale != nullptr;
   const float scale = has_device_scale ? *arguments.grad_scale : arguments.buffers.grad_scale;
-  // Wherever they are, a block's own copy is near: late ones are beyond the arguments.
+  // Each block copies the constants to shared memory: late ones are not among the arguments.
   __shared__ AdamConstants constants[kMostRows];
   const AdamConstants* late = arguments.late_constants;
   const AdamConstants* from = late == nullptr ? arguments.table.constants : late;
@@ -116,7 +116,7 @@ cudaError_t launch_late_constants(const CudaAdamLaunch& launch, cudaStream_t str
 }
 
 cudaError_t launch_adam(const AdamBuffers& buffers, const CudaAdamLaunch& launch) {
-  // Blocks of one processor at a time: enough to fill it at any number of registers.
+  // Blocks for each multiprocessor: enough to fill it at any number of registers.
   constexpr int64_t kBlocksPerProcessor = 8;
   if (cudaError_t error = cudaSetDevice(launch.device)) return error;
   const auto stream = static_cast<cudaStream_t>(launch.stream);

@@ -1,4 +1,5 @@
-// Launches of the optimizer's kernels; without CUDA headers, so that any host compiler calls them.
+// Launches of the optimizer's kernels; without CUDA headers, so that any host compiler can call
+// them.
 //
 // Each function returns null, or what CUDA says went wrong, in words that live as long as the
 // program. A launch returns before its kernels have run; streams are handles of the CUDA runtime.
@@ -13,9 +14,9 @@ namespace megafsdp {
 
 // What a step of Adam has besides its buffers; a launch for each table of adam_table.h, nearly
 // always one. grad_scale and found_inf are fp32 scalars on the device or null; without grad_scale
-// the buffers' own factor counts, and no buffer is touched where found_inf is not zero. Where
-// constants are late, late_hypers has one for each segment, and a launch before the others counts
-// steps and writes their constants to late_constants on the device.
+// the buffers' own factor counts, and no buffer is touched if found_inf is not zero. If constants
+// are late, late_hypers has one for each segment, and a launch before the others counts steps and
+// writes the constants to late_constants on the device.
 struct CudaAdamLaunch {
   const AdamSegment* segments;
   int64_t num_segments;

@@ -1,7 +1,7 @@
-// The ranges of a launch of Adam, and the constants of each. They travel with the launch, so no
-// copy is waited for and a graph may capture it; what has no room goes with the next one.
+// The ranges of a launch of Adam, and the constants of each. They are arguments of the launch, so
+// it waits for no copy and a graph may capture it; ranges without room go with the next launch.
 //
-// Few ranges of a buffer have constants of their own, so a range has the place of its constants:
+// Ranges of a buffer have few different constants, so a range stores the index of its constants:
 //
 //   rows [0, 64) 0   [64, 96) 1   [96, 960) 0   ...      constants 0: with decay   1: without
 //
@@ -32,7 +32,7 @@ struct AdamTable {
   int32_t num_constants = 0;
 };
 
-// Returns the place of constants in a table, which may be a new one; -1 if there is no room.
+// Returns the index of constants in a table, which may be a new one; -1 if there is no room.
 inline int32_t place_of(const AdamConstants& constants, AdamTable& table) {
   for (int32_t i = 0; i < table.num_constants; ++i) {
     if (std::memcmp(&table.constants[i], &constants, sizeof constants) == 0) return i;
@@ -42,8 +42,8 @@ inline int32_t place_of(const AdamConstants& constants, AdamTable& table) {
   return table.num_constants++;
 }
 
-// Takes segments into an empty table, from first on while there is room; returns the first that is
-// left. Late constants are elsewhere, one for each segment from first on.
+// Fills an empty table with segments, from first on while there is room; returns the first one that
+// is left. Late constants are elsewhere, one for each segment from first on.
 inline int64_t fill_table(const AdamSegment* segments, int64_t num_segments, int64_t first,
                           bool are_late, AdamTable& table) {
   int64_t i = first;

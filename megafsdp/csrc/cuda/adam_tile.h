@@ -1,15 +1,15 @@
 // One thread's part of a tile of Adam: loads, update, stores, and which elements they are.
 //
 // A tile belongs to one block, a vector of neighbouring elements to each thread, so that a warp
-// reads and writes memory without holes. A vector that lies inside a row of the table, in buffers
-// that are aligned for it, is moved whole; any other element by element:
+// reads and writes memory without gaps. A vector that lies inside a row of the table, in buffers
+// that are aligned for it, is moved whole; any other vector element by element:
 //
 //   thread    0        1        2        3
 //   element   0 1 2 3  4 5 6 7  8 9 . .  . . . .      rows [0, 5), [5, 10)
 //             whole    4 | 5-7  8 9
 //
-// Whole vectors are computed without branches. One that may need one, for a result at the border of
-// kernels/flushing.h, stores nothing and is done again element by element.
+// Whole vectors are computed without branches. A vector that may need one, for a result at the
+// border of kernels/flushing.h, stores nothing and is computed again element by element.
 //
 // The file compiles for the host too, where a test runs every thread of every tile in turn.
 #pragma once
@@ -29,8 +29,8 @@ namespace megafsdp {
 constexpr int kThreads = 256;
 
 // Elements of a thread's vector: as many as make 16 bytes of the widest type. A buffer of a
-// narrower type is moved in 8 bytes a thread then, and each warp still fills all the sectors that
-// it touches.
+// narrower type then moves 8 bytes a thread, and each warp still fills all the sectors that it
+// touches.
 constexpr int vector_numel(int64_t widest) { return static_cast<int>(kVectorNbytes / widest); }
 
 template <typename Grad, typename State, typename Weight>
@@ -47,7 +47,7 @@ inline int64_t tile_numel_of(const AdamBuffers& job) {
   return int64_t{kThreads} * vector_numel_of(job);
 }
 
-// Returns the first row that ends behind an element, or num_rows. None before known does.
+// Returns the first row that ends behind an element, or num_rows. No row before known does.
 MEGAFSDP_INLINE int first_row_behind(const AdamRow* rows, int num_rows, int64_t element,
                                      int known) {
   int first = known, last = num_rows;
@@ -63,7 +63,7 @@ MEGAFSDP_INLINE int first_row_behind(const AdamRow* rows, int num_rows, int64_t 
   return first;
 }
 
-// Tells whether all buffers begin where a whole vector may; one that is not there does.
+// Tells whether all buffers are aligned for whole vectors; a null buffer is.
 inline bool has_vector_addresses(const AdamBuffers& job) {
   const auto is_vector_address = [numel = vector_numel_of(job)](const void* base,
                                                                 int64_t itemsize) {
@@ -77,8 +77,8 @@ inline bool has_vector_addresses(const AdamBuffers& job) {
          is_vector_address(job.copy_out, 2);
 }
 
-// Zero, of rows that get no gradients, is no operand of the fast paths of a GPU's root and
-// quotient: it would be sent through calls of a hundred instructions.
+// Rows without gradients have zeros, for which a GPU's root and quotient have no fast path: they
+// would go through calls of a hundred instructions.
 template <typename Math>
 struct FastZeros : Math {
   MEGAFSDP_INLINE static float root_over(float a, float b) {
@@ -86,7 +86,7 @@ struct FastZeros : Math {
     return a == 0.0f ? a : quotient;
   }
 
-  // Where b is not positive zero over it may be NaN, or have another sign.
+  // If b is not positive, 0 / b may be NaN, or have another sign.
   MEGAFSDP_INLINE static float div(float a, float b) {
     const bool is_zero = a == 0.0f && b > 0.0f;
     const float quotient = Math::div(is_zero ? b : a, b);
@@ -124,7 +124,7 @@ struct Element {
   int16_t remainder;
 };
 
-// Weight is uint16_t with a remainder, and then there is no copy of it.
+// With a remainder Weight is uint16_t, and there is no copy of it.
 template <typename Weight>
 constexpr bool kHasRemainder = sizeof(Weight) == 2;
 
@@ -148,7 +148,7 @@ MEGAFSDP_INLINE bool adam_vector(const AdamTask& task, const AdamConstants& cons
                                  int64_t vector) {
   constexpr int kNumel = kVectorNumel<Grad, State, Weight>;
   const AdamBuffers& job = task.buffers;
-  // All loads come first: they are on their way together.
+  // All loads come first, so that they are in flight together.
   const auto grads = load_once<Vector<Grad, kNumel>>(job.grad, vector);
   auto exp_avgs = load<Vector<State, kNumel>>(job.exp_avg, vector);
   auto exp_avg_sqs = load<Vector<State, kNumel>>(job.exp_avg_sq, vector);
@@ -203,14 +203,14 @@ MEGAFSDP_INLINE void adam_scalar(const AdamTask& task, const AdamConstants& cons
   }
 }
 
-// Updates a thread's elements of one tile, row by row. Returns the first of these rows, which is
-// where to look for those of a later tile; known is the one of an earlier tile, or 0.
+// Updates a thread's elements of one tile, row by row. Returns the first of these rows, from which
+// a later tile begins its search; known is what an earlier tile returned, or 0.
 template <typename Math, typename Grad, typename State, typename Weight>
 MEGAFSDP_INLINE int adam_tile(const AdamTask& task, int64_t tile, int thread, int known) {
   constexpr int kNumel = kVectorNumel<Grad, State, Weight>;
   const int64_t tile_start = tile * (kThreads * kNumel);
   const int64_t start = tile_start + thread * kNumel, stop = start + kNumel;
-  // By the tile, not by the vector: all threads of a block search alike.
+  // Searched by the tile, not by the vector, so that all threads of a block search alike.
   const int first = first_row_behind(task.rows, task.num_rows, tile_start, known);
   for (int i = first; i < task.num_rows; ++i) {
     const AdamRow& row = task.rows[i];
@@ -228,7 +228,7 @@ MEGAFSDP_INLINE int adam_tile(const AdamTask& task, int64_t tile, int thread, in
   return first;
 }
 
-// Tiles with elements of a table that is not empty.
+// The tiles that have elements of a nonempty table.
 struct TileRange {
   int64_t start;
   int64_t stop;

@@ -1,4 +1,4 @@
-// Python bindings of megafsdp._cuda. A host compiler takes this file; CUDA is behind adam.h.
+// Python bindings of megafsdp._cuda, compiled by the host compiler; CUDA is behind adam.h.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

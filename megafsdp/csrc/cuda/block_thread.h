@@ -1,11 +1,11 @@
 // One thread's part of scales and codes of blocks along rows, in one pass: a thread loads eight
-// neighbours of some rows, lanes of a warp compare their maxima, one lane of a block finds the
-// factor of a row, another one that of the next, and each thread encodes what it has.
+// neighbours of some rows, lanes of a warp compare their maxima, one lane of a block computes the
+// factor of a row, another lane that of the next row, and each thread encodes its values.
 //
 //   block of 32, values of a row   0 .. 7   8 .. 15   16 .. 23   24 .. 31
 //   lane                              0        1         2          3
 //
-// The file compiles for the host too, where a test does between the parts what lanes do.
+// The file compiles for the host too, where a test does the exchanges between lanes.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace megafsdp {
 constexpr int kBlockRows = 4;
 constexpr int kWarpLanes = 32;
 
-// A matrix of whole blocks, but for the last of each row.
+// A matrix of whole blocks, except the last of each row.
 struct BlockTask {
   const void* values;
   uint8_t* codes;
@@ -30,7 +30,7 @@ struct BlockTask {
   // Lanes of a block: a power of two, at most a warp.
   uint32_t lanes;
   uint32_t lanes_log2;
-  // Threads side by side, whole blocks of lanes, and how often.
+  // Threads side by side (whole blocks of lanes), and the number of such panels.
   uint32_t panel;
   uint32_t num_panels;
   Dtype dtype;
@@ -43,7 +43,7 @@ inline bool is_block_width(int64_t width) {
   return width % kNeighbours == 0 && lanes > 0 && lanes <= kWarpLanes && (lanes & (lanes - 1)) == 0;
 }
 
-// Lays a matrix out for blocks of a width that is_block_width().
+// Lays out a matrix for blocks of a width that is_block_width().
 inline BlockTask laid_out_in_blocks(const TileGrid& grid, const void* values, uint8_t* codes,
                                     void* entries) {
   BlockTask task{};
@@ -77,12 +77,12 @@ struct BlockMaxima {
     words[word] = Largest::larger(words[word], others);
   }
 
-  // Returns the bits of a row's as a float; of no row, zero.
+  // Returns a row's maximum as the bits of a float; zero for a row that does not exist.
   MEGAFSDP_INLINE uint32_t of_row(uint32_t row, Dtype dtype) const {
     uint32_t word = 0;
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kWords; ++i) {
-      // A mask: of a choice between words the compiler makes an array that it indexes.
+      // A mask: for a choice between words the compiler would index an array in memory.
       word |= words[i] & (0u - static_cast<uint32_t>(row / Largest::kOfWord == i));
     }
     return Largest::widened(Largest::taken(word, row), dtype);
@@ -96,8 +96,8 @@ class BlockThread {
  public:
   using Largest = LargestOf<Source>;
 
-  // Loads a thread's values. Beyond the matrix they are zero or its last row's; of these nothing is
-  // written.
+  // Loads a thread's values. Beyond the matrix they are zero or those of its last row; nothing is
+  // written for these.
   MEGAFSDP_INLINE BlockThread(const BlockTask& task, int64_t item, int thread) {
     const auto number = static_cast<uint32_t>(thread);
     step_ = kTileThreads / task.panel;
@@ -108,13 +108,13 @@ class BlockThread {
     row_ = group * kBlockRows * step_ + lane;
     col_ = vector * kNeighbours;
     is_there_ = lane < step_ && vector < (task.blocks_across << task.lanes_log2);
-    // One branch for all rows, so that their loads are on their way together: after a branch of its
-    // own each would be waited for before the next one begins.
+    // One branch for all rows, so that their loads are in flight together: with a branch for each,
+    // a load would be waited for before the next one begins.
     if (is_there_ && is_whole(task)) {
       MEGAFSDP_UNROLL
       for (int i = 0; i < kBlockRows; ++i) {
         const uint32_t row = row_ + i * step_;
-        // Below the matrix the values of its last row.
+        // Below the matrix, the values of its last row.
         const int64_t first = int64_t{row < task.rows ? row : task.rows - 1} * task.cols + col_;
         values_[i] = load<NeighbourWords<Source>>(task.values, first / kNeighbours);
       }
@@ -129,7 +129,7 @@ class BlockThread {
     }
   }
 
-  // Returns words of the rows' largest magnitudes, each as it is stored.
+  // Returns words of the rows' largest magnitudes, in the stored form.
   MEGAFSDP_INLINE BlockMaxima<Source> maxima() const {
     BlockMaxima<Source> maxima = {};
     MEGAFSDP_UNROLL
@@ -141,8 +141,8 @@ class BlockThread {
     return maxima;
   }
 
-  // Returns the factor of the thread's block in one of the rows, of the block's maximum; and writes
-  // what the table has of it. Called by one lane of the block, any.
+  // Returns the factor of the thread's block in one of the rows, from the block's maximum, and
+  // writes the block's entry of the table. Called by any one lane of the block.
   MEGAFSDP_INLINE float settle(const BlockTask& task, int i, uint32_t maximum) const {
     const uint32_t row = row_ + i * step_;
     const uint32_t block = col_ / kNeighbours >> task.lanes_log2;
@@ -151,8 +151,8 @@ class BlockThread {
                                 is_there_ && row < task.rows);
   }
 
-  // Writes the codes of one of the rows, given the factor of its block, which is NaN where a value
-  // is not finite.
+  // Writes the codes of one of the rows, given the factor of its block, which is NaN if a value of
+  // the block is not finite.
   MEGAFSDP_INLINE void finish(const BlockTask& task, int i, float factor) const {
     const uint32_t row = row_ + i * step_;
     if (!is_there_ || row >= task.rows) return;

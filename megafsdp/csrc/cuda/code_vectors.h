@@ -1,8 +1,8 @@
 // Values and codes of a thread: eight neighbours of a row, in one or two vectors.
 //
-// What is read is fp32, or 16 bits that stand for bf16 or fp16; which of them is known at run time,
-// and so is a type to round to first. GPUs from sm_89 on have instructions for 8-bit floats. They
-// give the bits of kernels/float8.h but for NaN, whose code is chosen here.
+// Inputs are fp32, or 16 bits that stand for bf16 or fp16. Which of these two, and a type to round
+// to first, are known at run time. GPUs from sm_89 on have instructions for 8-bit floats. They give
+// the bits of kernels/float8.h except for NaN, whose code is chosen here.
 //
 // The file compiles for the host too.
 #pragma once
@@ -28,8 +28,8 @@ constexpr int kCodeBytes = kNeighbours / Element::kCodesPerByte;
 template <typename Source>
 using Neighbours = Vector<Source, kNeighbours>;
 
-// Neighbours as words: where branches meet a compiler chooses between words one by one, and between
-// values of 16 bits too, for which it would take each word apart as soon as it is loaded.
+// Neighbours as words: where branches meet, a compiler chooses between values one by one. For
+// 16-bit values it would take each word apart as soon as it is loaded.
 template <typename Source>
 using NeighbourWords = Vector<uint32_t, sizeof(Neighbours<Source>) / sizeof(uint32_t)>;
 
@@ -59,7 +59,7 @@ using CodeVector = Vector<uint8_t, kCodeBytes<Element>>;
 // How values are read.
 struct Reading {
   Dtype dtype;
-  // What fp32 is rounded to first; kNone: nothing.
+  // Type that fp32 is rounded to first; kNone for none.
   Dtype through;
 };
 
@@ -73,7 +73,7 @@ MEGAFSDP_INLINE float read_value(uint16_t bits, const Reading& reading) {
   return decoded(bits, reading.dtype);
 }
 
-// The choice stands outside of the loops: it is one branch for all values.
+// The choice is outside of the loops: one branch for all values.
 template <typename Source, typename Visit>
 MEGAFSDP_INLINE void visit_reading(const Reading& reading, const Visit& visit) {
   if constexpr (std::is_same_v<Source, float>) {
@@ -102,7 +102,7 @@ MEGAFSDP_INLINE void encode_two(float low, float high, Dtype dtype, float* to) {
   encode(high, dtype, to[1]);
 }
 
-// GPUs round two values to bf16 by one instruction, whose NaN has bits of its own.
+// GPUs round two values to bf16 by one instruction, which gives NaN its own bits.
 MEGAFSDP_INLINE void encode_two(float low, float high, Dtype dtype, uint16_t* to) {
 #if defined(__CUDA_ARCH__)
   if (dtype == Dtype::kBFloat16) {
@@ -116,7 +116,7 @@ MEGAFSDP_INLINE void encode_two(float low, float high, Dtype dtype, uint16_t* to
   encode(high, dtype, to[1]);
 }
 
-// As read_values(): one branch for all.
+// Like read_values(), with one branch for all values.
 template <typename Out>
 MEGAFSDP_INLINE Neighbours<Out> write_values(const Neighbours<float>& values, Dtype dtype) {
   Neighbours<Out> results;
@@ -139,8 +139,8 @@ MEGAFSDP_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Gives lanes of a warp that are kApart from each other, or a multiple of it, the larger ones of
-// their words; returns whether the lane is the first of them. On the host a thread is alone.
+// Gives lanes of a warp that are a multiple of kApart apart the largest of their words; returns
+// whether the lane is the first of them. On the host a thread is alone.
 template <typename Largest, uint32_t kApart, int kCount>
 MEGAFSDP_INLINE bool join_lanes_of([[maybe_unused]] uint32_t (&words)[kCount]) {
 #if defined(__CUDA_ARCH__)
@@ -157,8 +157,8 @@ MEGAFSDP_INLINE bool join_lanes_of([[maybe_unused]] uint32_t (&words)[kCount]) {
 #endif
 }
 
-// Largest magnitudes of some vectors, column by column. 16 bits of a magnitude are ordered as its
-// value is, so of those two are compared at once, as they are stored.
+// Largest magnitudes of some vectors, column by column. 16-bit magnitudes are ordered as their
+// values are, so two of them are compared at once, in the stored form.
 template <typename Source>
 class LargestOf;
 
@@ -191,7 +191,7 @@ class LargestOf<float> {
 
   MEGAFSDP_INLINE uint32_t stored_of_column(int k) const { return bits_[k]; }
 
-  // Joins what lanes have noted of the same columns, as join_lanes_of() says.
+  // Joins what lanes have noted for the same columns; see join_lanes_of().
   template <uint32_t kApart>
   MEGAFSDP_INLINE bool join_lanes() {
     return join_lanes_of<LargestOf, kApart>(bits_);
@@ -259,8 +259,8 @@ class LargestOf<uint16_t> {
   uint32_t pairs_[kPairs] = {};
 };
 
-// Returns the value to encode: NaN for what is not finite, which times zero is no zero. A GPU has
-// more room for these three operations than for bit patterns and selects; a zero keeps its sign.
+// Returns the value to encode: NaN if it is not finite, since infinity or NaN times zero is NaN. A
+// GPU has more room for these three operations than for bit patterns and selects; zeros keep signs.
 MEGAFSDP_INLINE float scaled(float value, float factor) { return value * factor + value * 0.0f; }
 
 template <typename Element>
@@ -290,7 +290,7 @@ template <typename Element>
 MEGAFSDP_INLINE void decode_pair(uint32_t codes, float& low, float& high) {
   uint32_t halves;
   const auto pair = static_cast<uint16_t>(codes);
-  // Each of their values is one of fp16.
+  // Each of their values is exact in fp16.
   if constexpr (std::is_same_v<Element, E4M3>) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
   } else {
@@ -320,7 +320,7 @@ MEGAFSDP_INLINE uint32_t encode_pair(float low, float high) {
   return of_low | of_high << 8;
 }
 
-// Returns the codes of values that are scaled.
+// Returns the codes of scaled values.
 template <typename Element>
 MEGAFSDP_INLINE CodeVector<Element> encode_values(const Neighbours<float>& values) {
   CodeVector<Element> codes;
@@ -338,14 +338,14 @@ MEGAFSDP_INLINE CodeVector<Element> encode_values(const Neighbours<float>& value
   return codes;
 }
 
-// Returns the codes of bytes of values that a factor each has yet to scale. are_finite says that
-// values and factors are: then nothing is NaN, and half of the operations are left.
+// Scales values by a factor each and returns their 8-bit codes. With are_finite, values and factors
+// are finite: nothing is NaN, and half of the operations are left.
 template <typename Element>
 MEGAFSDP_INLINE CodeVector<Element> encode_bytes(Neighbours<float> values,
                                                  const Neighbours<float>& factors,
                                                  bool are_finite) {
   static_assert(Element::kCodesPerByte == 1, "of 8 bits");
-  // Words, of which a compiler makes one choice each; of bytes it would make four.
+  // Words: a compiler makes one choice for each of them, and would make four for its bytes.
   uint32_t words[kCodeBytes<Element> / 4];
   if (are_finite) {
     MEGAFSDP_UNROLL
@@ -367,7 +367,7 @@ MEGAFSDP_INLINE CodeVector<Element> encode_bytes(Neighbours<float> values,
   return codes;
 }
 
-// As encode_values(), rounded by noise.
+// Like encode_values(), rounded by noise.
 MEGAFSDP_INLINE CodeVector<E2M1> encode_values_stochastically(const Neighbours<float>& values,
                                                               const Neighbours<float>& noise) {
   CodeVector<E2M1> codes;

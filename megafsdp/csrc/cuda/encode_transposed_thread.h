@@ -1,5 +1,5 @@
-// One thread's part of an encoding whose codes are written transposed, as they are or both ways:
-// with a given maximum, or with those of blocks along columns. transpose_thread.h has the layout.
+// One thread's part of an encoding whose codes are written transposed, untransposed or both: with a
+// given maximum, or with the maxima of blocks along columns. transpose_thread.h has the layout.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,8 @@ struct EncodeTransposedShared {
 template <typename Element, typename Source>
 class EncodeTransposedThread {
  public:
-  // Loads a thread's values and clears shared maxima. What it has beyond the matrix is not written
-  // and raises no maximum of a block that is.
+  // Loads a thread's values and clears shared maxima. Values beyond the matrix are not written, and
+  // raise no maximum of a block inside.
   MEGAFSDP_INLINE EncodeTransposedThread(const EncodeTransposedTask& task, int64_t item, int thread,
                                          EncodeTransposedShared& shared)
       : block_(transpose_block(task.grid, item, kEncodedCols)),
@@ -52,7 +52,7 @@ class EncodeTransposedThread {
         col_(block_.col + thread_ % kThreadsAcross * kNeighbours) {
     MEGAFSDP_ROLL
     for (uint32_t i = thread_; i < num_factors(task); i += kTransposeThreads) shared.maxima[i] = 0;
-    // One branch for all rows, as in block_thread.h; below the matrix the values of its last row.
+    // One branch for all rows, as in block_thread.h; below the matrix, the values of its last row.
     if (is_whole(task)) {
       MEGAFSDP_UNROLL
       for (uint32_t i = 0; i < kRowsOfWord; ++i) {
@@ -77,7 +77,7 @@ class EncodeTransposedThread {
     LargestOf<Source> largest;
     MEGAFSDP_UNROLL
     for (const auto& row : values_) largest.note(neighbours_of<Source>(row));
-    // A warp's rows are of one block: of lanes with the same columns one raises its maxima.
+    // A warp's rows are in one block, so one lane raises the maxima for all lanes of its columns.
     static_assert(16 % (kRowsOfWord * (32 / kThreadsAcross)) == 0, "the least height of a block");
     if (!largest.template join_lanes<kThreadsAcross>()) return;
     uint32_t* const maxima = shared.maxima + first_factor(task);
@@ -85,7 +85,8 @@ class EncodeTransposedThread {
     for (int k = 0; k < kNeighbours; ++k) raise_shared(maxima + k, largest.stored_of_column(k));
   }
 
-  // Computes the factors that the block of threads shares, and writes what the table has of blocks.
+  // Computes the factors that the block of threads shares, and writes the table's entries of
+  // blocks.
   MEGAFSDP_INLINE void share_factors(const EncodeTransposedTask& task,
                                      EncodeTransposedShared& shared) const {
     MEGAFSDP_ROLL
@@ -103,12 +104,12 @@ class EncodeTransposedThread {
     }
   }
 
-  // Encodes, writes the codes as they are, and shares them transposed.
+  // Encodes, writes the codes untransposed, and shares them transposed.
   MEGAFSDP_INLINE void share_codes_of(const EncodeTransposedTask& task,
                                       EncodeTransposedShared& shared) const {
     Vector<uint8_t, kNeighbours> rows[kRowsOfWord];
     const auto factors = load<Neighbours<float>>(shared.factors + first_factor(task), 0);
-    // The factor of a block is NaN where a value is not finite; a given maximum says nothing of it.
+    // The factor of a block is NaN if a value is not finite; a given maximum does not show that.
     LargestOf<float> largest_factor;
     largest_factor.note(factors);
     uint32_t largest = largest_factor.of_all(Dtype::kFloat32);
@@ -141,7 +142,7 @@ class EncodeTransposedThread {
     return (kTransposeRows >> task.block_rows_log2) * kEncodedCols;
   }
 
-  // Four rows are of one block.
+  // All four rows are in one block.
   MEGAFSDP_INLINE uint32_t first_factor(const EncodeTransposedTask& task) const {
     return ((row_ - block_.row) >> task.block_rows_log2) * kEncodedCols + (col_ - block_.col);
   }

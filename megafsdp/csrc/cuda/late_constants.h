@@ -1,6 +1,6 @@
-// Constants of Adam that a launch computes itself, of a count of steps and maybe a rate that the
-// host has not read. The operations are those of AdamConstants in optimizer/kernels/hyper.py, in
-// double.
+// Constants of Adam that a launch computes itself, from a count of steps and maybe a learning rate
+// that the host has not read. The operations are those of AdamConstants in
+// optimizer/kernels/hyper.py, in double.
 //
 // The file compiles for the host too, where a test runs it.
 #pragma once
@@ -12,8 +12,8 @@
 
 namespace megafsdp {
 
-// One parameter. fixed has the constants that depend on neither; step is fp32, lr fp64 or null for
-// the rate given here.
+// One parameter. fixed has the constants that depend on neither of them; step is fp32, lr fp64 or
+// null for the rate given here.
 struct LateHyper {
   AdamConstants fixed;
   double rate;

@@ -1,4 +1,4 @@
-// What a binding raises of a launch.
+// The exceptions that bindings raise for a failed launch.
 #pragma once
 
 #include <stdexcept>

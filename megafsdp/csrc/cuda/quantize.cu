@@ -1,9 +1,9 @@
-// Maxima, scales, codes and values of tiles, and codes that are transposed. The headers named
-// *_thread.h say what a thread does, kernels/scales.h and float8.h what happens to a value; here
-// are launches, and what threads do with each other.
+// Maxima, scales, codes and values of tiles, and transposed codes. The headers named *_thread.h say
+// what a thread does, kernels/scales.h and float8.h what happens to a value; here are launches, and
+// what threads do with each other.
 //
-// -fmad=false and divisions that round once are what makes the bits those of a CPU; subnormal
-// numbers are computed, as nvcc does without being told.
+// -fmad=false and divisions that round once make the bits those of a CPU; subnormal numbers are
+// computed, which is nvcc's default.
 #include <cuda_runtime.h>
 
 #include "quantize.h"
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kTileThreads)
     blocks_kernel(const __grid_constant__ BlockTask task) {
   const BlockThread<Element, Source> thread(task, blockIdx.x, threadIdx.x);
   BlockMaxima<Source> maxima = thread.maxima();
-  // All lanes take part, those without values too.
+  // All lanes take part, including those without values.
   MEGAFSDP_ROLL
   for (uint32_t apart = 1; apart < task.lanes; apart *= 2) {
     MEGAFSDP_UNROLL

@@ -1,5 +1,5 @@
 // Launches of the kernels of quantized weights and inputs; without CUDA headers, so that any host
-// compiler calls them.
+// compiler can call them.
 //
 // Each function returns null, or what CUDA says went wrong, in words that live as long as the
 // program. A launch returns before its kernels have run; streams are handles of the CUDA runtime.
@@ -19,8 +19,8 @@ struct CudaTarget {
   void* stream;
 };
 
-// Maxima or codes of fragments, a launch for each table of tile_table.h, nearly always one.
-// noise, of a single fragment, may be null. largest, of codes with two levels, is room for one
+// Maxima or codes of fragments, a launch for each table of tile_table.h, nearly always one. noise
+// is for a single fragment, and may be null. largest is for codes with two levels: room for one
 // number for each matrix of each fragment, zero at first.
 struct CudaTileLaunch {
   const TileFragment* fragments;
@@ -34,7 +34,7 @@ struct CudaTileLaunch {
   CudaTarget target;
 };
 
-// Tables; largest as of CudaTileLaunch.
+// Tables; largest as in CudaTileLaunch.
 struct CudaTableLaunch {
   const ScaleTable* tables;
   int64_t num_tables;
@@ -56,7 +56,7 @@ struct CudaDecodeLaunch {
 
 // A matrix in 8-bit codes and one level, in one pass. Its tiles are parts of rows or of columns,
 // whose scales are written to entries; or maximum is given, for all of the matrix. codes or
-// transposed, which has the columns as rows, may be null. Parts of rows have codes alone.
+// transposed, which has the columns as rows, may be null. Tiles along rows are not transposed.
 struct CudaMatrixLaunch {
   TileGrid grid;
   const void* values;

@@ -34,7 +34,7 @@ struct TransposeArguments {
   BufferArguments transposed;
 };
 
-// Of kernels that take rows and columns as they are.
+// For kernels that do not lay out a matrix anew, and number its rows and columns in 32 bits.
 inline void check_matrix_lines(const TileGrid& grid) {
   check(grid.num_matrices * grid.rows < kMostLines && grid.cols < kMostLines,
         "shape: expected fewer than 2**31 rows and columns");
@@ -78,7 +78,7 @@ inline int64_t num_matrices_of(const std::vector<TableArguments>& arguments) {
   return count;
 }
 
-// Checks the room for the largest maximum of each matrix, which two levels need.
+// Checks the room that two levels need for the largest maximum of each matrix.
 inline uint32_t* checked_largest(const TileCodingArguments& coding, const BufferArguments& largest,
                                  int64_t num_matrices) {
   const bool has_two_levels = scaling_of(coding.scaling) == ScalingKind::kTwoLevel;

@@ -1,7 +1,7 @@
-// From launches to what threads read: tables of fragments, and tasks; on the host.
+// Make what threads read from launches: tables of fragments, and tasks; on the host.
 //
-// visit(...) of the functions here is called with one value for each type that a kernel is made
-// for. A test plans with them too, and runs the threads in turn.
+// The functions here call visit(...) with one value for each type that a kernel is compiled for. A
+// test plans with them too, and runs the threads in turn.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,14 @@ void visit_element(ElementKind element, const Visit& visit) {
   visit(E2M1{});
 }
 
-// The elements of one byte.
+// Visits the 8-bit elements only.
 template <typename Visit>
 void visit_float8(ElementKind element, const Visit& visit) {
   if (element == ElementKind::kE4M3) return visit(E4M3{});
   visit(E5M2{});
 }
 
-// As stored: uint16_t stands for bf16 and fp16.
+// Visits the stored type: uint16_t stands for bf16 and fp16.
 template <typename Visit>
 void visit_stored(Dtype dtype, const Visit& visit) {
   if (dtype == Dtype::kFloat32) return visit(float{});

@@ -10,8 +10,8 @@
 namespace megafsdp {
 
 #if defined(__CUDA_ARCH__)
-// One atomic operation for all lanes of a warp that come with one address, and none where the
-// maximum is as high already: thousands of warps may raise that of a matrix.
+// One atomic operation for all lanes of a warp with the same address, and none if the maximum is
+// already as high: thousands of warps may raise the maximum of a matrix.
 template <typename Maximum>
 MEGAFSDP_INLINE void raise(Maximum* maximum, uint32_t bits) {
   const uint32_t wanted = bits > kInfinityBits ? kNanBits : bits;
@@ -24,7 +24,7 @@ MEGAFSDP_INLINE void raise(Maximum* maximum, uint32_t bits) {
   atomicMax(maximum, static_cast<Maximum>(largest));
 }
 
-// As raise(), of what a block shares: an atomic operation there is cheap.
+// Like raise(), in the memory that a block shares: atomic operations are cheap there.
 template <typename Maximum>
 MEGAFSDP_INLINE void raise_shared(Maximum* maximum, uint32_t bits) {
   atomicMax(maximum, static_cast<Maximum>(bits));

@@ -10,7 +10,7 @@
 
 namespace megafsdp {
 
-// Values a thread has on their way at once.
+// Values that a thread has in flight at once.
 constexpr int kAhead = 16;
 
 template <typename T>

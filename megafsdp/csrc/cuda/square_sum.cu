@@ -1,7 +1,7 @@
 // Sums of squares in double of many buffers, in the order of kernels/square_sum.h.
 //
 // A block of threads takes kBlocksAtOnce blocks of values, a thread one lane of one of them; then
-// each launch adds runs of sums, until each buffer has one. Nothing waits for the device.
+// each further launch adds runs of sums, until each buffer has one. The host never waits.
 #include <cuda_runtime.h>
 
 #include "adam.h"

@@ -1,5 +1,5 @@
 // The buffers of a launch of the sum of squares, and the runs of sums that are added after it.
-// Tables travel with launches, and all buffers in one share its blocks:
+// Tables are arguments of launches, and all buffers of a table share the blocks of its launch:
 //
 //   buffer    0             1    2                 numel 9000, 10, 12000
 //   block     0  1  2       3    4  5  6           first 0, 3, 4
@@ -82,7 +82,7 @@ inline void add_level(const double* sums, int64_t count, double* total, RunTable
   table.num_runs += num_runs;
 }
 
-// Returns the runs of the blocks' sums; totals are one after another, as the buffers are.
+// Returns the runs of the blocks' sums; totals are in the order of the buffers.
 inline RunTable runs_of(const SquareTable& blocks, double* totals) {
   RunTable table;
   for (int i = 0; i < blocks.count; ++i) {
@@ -92,7 +92,7 @@ inline RunTable runs_of(const SquareTable& blocks, double* totals) {
   return table;
 }
 
-// Returns the runs of the runs' sums, of those buffers that have more than one.
+// Returns the runs of the runs' sums, for buffers that have more than one run.
 inline RunTable runs_of(const RunTable& below) {
   RunTable table;
   for (int i = 0; i < below.count; ++i) {

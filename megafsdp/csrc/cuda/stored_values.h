@@ -8,7 +8,7 @@
 
 namespace megafsdp {
 
-// As stored: uint16_t stands for bf16 and fp16.
+// Decodes a stored value: uint16_t stands for bf16 and fp16.
 MEGAFSDP_INLINE float decoded(float value, Dtype) { return value; }
 
 MEGAFSDP_INLINE float decoded(uint16_t bits, Dtype dtype) {

@@ -1,9 +1,9 @@
 // One thread's part of tables of scales, and of the largest maxima of matrices that two levels
 // need.
 //
-// All tables of a launch share its blocks, an item each: kTableItem places of one table. The places
-// of a table are its tiles, then its matrices where there are two levels, then its padding. The
-// file compiles for the host too, where a test runs all threads in turn.
+// All tables of a launch share its blocks. Each block takes an item: kTableItem places of one
+// table. The places of a table are its tiles, then its matrices if there are two levels, then its
+// padding. The file compiles for the host too, where a test runs all threads in turn.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ constexpr int kMostTables = 32;
 
 struct TableRow {
   const int32_t* maxima;
-  // Two levels: the largest maximum of each matrix, and where the table has it.
+  // For two levels: the largest maximum of each matrix, and its place in the table.
   uint32_t* largest;
   float* of_matrices;
   void* entries;
@@ -38,7 +38,7 @@ struct TableOfTables {
   int64_t num_items = 0;
 };
 
-// Lays a table out, which may be without entries; largest is null but for two levels.
+// Lays out a table, which may have no entries; largest is null except for two levels.
 inline TableRow laid_out(const ScaleTable& table, uint32_t* largest) {
   TableRow row{};
   row.maxima = table.maxima;

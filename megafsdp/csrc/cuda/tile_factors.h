@@ -1,4 +1,4 @@
-// The factors of tiles, their family being known at run time; for both compilers.
+// The factors of tiles whose family of scales is known at run time; for both compilers.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace megafsdp {
 
-// Returns what values are multiplied with before they are encoded. of_matrix, of two levels only,
-// is the largest maximum of the matrix.
+// Returns the factor for values before they are encoded. of_matrix, for two levels only, is the
+// largest maximum of the matrix.
 template <typename Element>
 MEGAFSDP_INLINE float encode_factor_of(ScalingKind scaling, uint32_t maximum,
                                        const uint32_t* of_matrix) {
@@ -23,7 +23,7 @@ MEGAFSDP_INLINE float encode_factor_of(ScalingKind scaling, uint32_t maximum,
   return factor;
 }
 
-// Returns what decoded codes are multiplied with; of_matrix is what the table has of the matrix.
+// Returns the factor for decoded codes; of_matrix is the matrix's entry in the table.
 MEGAFSDP_INLINE float decode_factor_of(ScalingKind scaling, const void* entries, int64_t tile,
                                        const float* of_matrix) {
   float factor = 0.0f;
@@ -37,7 +37,7 @@ MEGAFSDP_INLINE float decode_factor_of(ScalingKind scaling, const void* entries,
   return factor;
 }
 
-// Writes what a table has of a tile. A GPU gives a NaN of its own pattern, a table has one.
+// Writes a tile's entry of a table. A GPU's NaN has another pattern than the one of tables.
 template <typename Element>
 MEGAFSDP_INLINE void write_entry(ScalingKind scaling, uint32_t maximum, const uint32_t* of_matrix,
                                  void* entries, int64_t tile) {
@@ -54,8 +54,8 @@ MEGAFSDP_INLINE void write_entry(ScalingKind scaling, uint32_t maximum, const ui
   });
 }
 
-// Returns the factor and writes the table's entry, for scalings of one level: the compiler divides
-// once for both.
+// Returns the factor and writes the table's entry, for one level only: together, so that the
+// compiler divides once for both.
 template <typename Element>
 MEGAFSDP_INLINE float settle_tile(ScalingKind scaling, uint32_t maximum, void* entries,
                                   int64_t tile, bool is_written) {

@@ -1,8 +1,8 @@
 // The fragments of a launch on tiles, and which elements of them a thread has.
 //
-// Tables travel with launches; what has no room goes with the next one. All fragments of a table
-// share its blocks, an item each: some rows of some columns. A thread has eight neighbours in each
-// of up to eight rows, so that what it computes once for a tile serves many values:
+// Tables are arguments of launches; fragments without room go with the next launch. All fragments
+// of a table share its blocks. Each block takes an item: some rows of some columns. A thread has
+// eight neighbours in each of up to eight rows, so that its work for a tile serves many values:
 //
 //   cols 8 * 256 and more      panels of up to 256 threads side by side, one row at a time
 //   cols 8 * 64                64 threads side by side, 4 rows at a time:
@@ -10,8 +10,8 @@
 //     row 0, 4, 8 ...   thread   0   1   2  ..  63
 //     row 1, 5, 9 ...           64  65  66  .. 127
 //
-// A matrix that is one tile is a run of elements to which its rows mean nothing. It is laid out
-// anew in rows that are as long as suits vectors; only the last one may be short.
+// A matrix that is one tile is a run of elements: its rows do not matter. It is laid out anew in
+// rows of a length that suits vectors; only the last row may be short.
 //
 // The file compiles for the host too, where a test makes the tables and runs all threads in turn.
 #pragma once
@@ -27,7 +27,7 @@ namespace megafsdp {
 constexpr int kTileThreads = 256;
 constexpr uint32_t kRowsOfThread = 8;
 constexpr int64_t kRunCols = kTileThreads * kNeighbours;
-// Rows and columns have 32 bits: a GPU divides numbers of 64 by hundreds of instructions.
+// Rows and columns have 32 bits: a GPU needs hundreds of instructions to divide 64-bit numbers.
 constexpr int64_t kMostLines = INT64_C(1) << 31;
 
 // Together below the 4 KB that arguments of a kernel may have.
@@ -39,7 +39,7 @@ struct FragmentRow {
   const void* from;
   void* to;
   void* tiles;
-  // Two levels: the largest maximum of each matrix, or what the table has of it.
+  // For two levels: the largest maximum of each matrix, or its entry in the table.
   const void* of_matrices;
   const float* noise;
   int64_t first_item;
@@ -47,13 +47,13 @@ struct FragmentRow {
   int64_t tiles_per_matrix;
   uint32_t first_row;
   uint32_t num_rows;
-  // Of one matrix.
+  // Sizes of one matrix.
   uint32_t rows;
   uint32_t cols;
   uint32_t tile_rows;
   uint32_t tile_cols;
   uint32_t tiles_across;
-  // Threads side by side, and how often.
+  // Threads side by side, and the number of such panels.
   uint32_t panel;
   uint32_t num_panels;
   bool is_aligned;
@@ -65,7 +65,7 @@ struct FragmentTable {
   int64_t num_items = 0;
 };
 
-// Whether a matrix is one tile, whose rows mean nothing.
+// Whether a matrix is one tile, so that its rows do not matter.
 inline bool is_run(const TileGrid& grid) {
   return grid.num_matrices == 1 && grid.tile_rows >= grid.rows && grid.is_one_across();
 }
@@ -75,7 +75,7 @@ inline bool has_lines_in_range(const TileGrid& grid) {
   return grid.num_matrices * grid.rows < kMostLines && grid.cols < kMostLines;
 }
 
-// Lays the elements of a fragment out; its buffers are set by the caller.
+// Lays out the elements of a fragment; the caller sets its buffers.
 inline FragmentRow laid_out(const TileGrid& grid, int64_t first_row, int64_t num_rows) {
   FragmentRow row{};
   row.numel = num_rows * grid.cols;
@@ -144,7 +144,7 @@ MEGAFSDP_INLINE ThreadRows rows_of_thread(const FragmentRow& f, int64_t item, in
   return {has_none ? end : start + lane, end, step, vector * kNeighbours};
 }
 
-// Rows that lie in one row of tiles: the first one after them, and where the tiles are.
+// Rows that lie in one row of tiles: the first row after them, and the place of the tiles.
 struct RowOfTiles {
   uint32_t end;
   uint32_t matrix;
@@ -175,7 +175,7 @@ MEGAFSDP_INLINE void for_each_row_of_tiles(const FragmentRow& f, const ThreadRow
   }
 }
 
-// Whether all neighbours are in one tile; else each may be in one of its own.
+// Whether all neighbours are in one tile; otherwise each may be in a different one.
 MEGAFSDP_INLINE bool share_tile(const FragmentRow& f) {
   return f.tile_cols % kNeighbours == 0 || f.tile_cols >= f.cols;
 }

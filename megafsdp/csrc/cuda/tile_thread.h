@@ -1,9 +1,8 @@
 // One thread's part of the maxima, codes and values of tiles: loads, stores, and which elements
 // they are. kernels/tiles.h says what happens to an element.
 //
-// Neighbours that are whole and lie in aligned buffers are moved as vectors, those of several rows
-// together; others one by one. A thread looks for its tiles once for all of its rows that share
-// them.
+// Eight whole neighbours in aligned buffers are moved as a vector, several rows together; others
+// are moved one by one. A thread looks up its tiles once for all of its rows that share them.
 //
 // The file compiles for the host too, where a test runs every thread of every item in turn.
 #pragma once
@@ -17,12 +16,12 @@
 
 namespace megafsdp {
 
-// Rows whose vectors are on their way together.
+// Rows whose vectors are in flight together.
 constexpr uint32_t kRowsAhead = 4;
 
-// Calls whole(vector, left) for every kRowsAhead rows where vectors may be moved, with the first
-// one's place and how many rows are left, and part(element, numel) for each other row. Only the
-// last row of an aligned fragment may be short.
+// Calls whole(vector, left) for every kRowsAhead rows whose vectors may be moved, with the place of
+// the first vector and the number of rows left, and part(element, numel) for each other row. Only
+// the last row of an aligned fragment may be short.
 template <typename Whole, typename Part>
 MEGAFSDP_INLINE void for_each_vector(const FragmentRow& f, const ThreadRows& rows, uint32_t row,
                                      uint32_t count, const Whole& whole, const Part& part) {
@@ -41,7 +40,7 @@ MEGAFSDP_INLINE void for_each_vector(const FragmentRow& f, const ThreadRows& row
   }
 }
 
-// Returns the vectors between two of a thread's rows, in aligned fragments.
+// Returns the number of vectors between two of a thread's rows, in aligned fragments.
 MEGAFSDP_INLINE int64_t stride_of(const FragmentRow& f, const ThreadRows& rows) {
   return int64_t{rows.step} * (f.cols / kNeighbours);
 }
@@ -97,14 +96,14 @@ MEGAFSDP_INLINE void tile_maxima(const FragmentRow& f, const Reading& reading, i
   });
 }
 
-// Returns the factors of a thread's columns in a row of tiles; find(tile) is called once where they
-// are of one tile.
+// Returns the factors of a thread's columns in a row of tiles; find(tile) is called only once if
+// all columns are in one tile.
 template <typename Find>
 MEGAFSDP_INLINE Neighbours<float> factors_of(const FragmentRow& f, const RowOfTiles& tiles,
                                              uint32_t col, const Find& find) {
   Neighbours<float> factors;
   const int num = share_tile(f) ? 1 : kNeighbours;
-  // Not an array that is indexed in a rolled loop: a GPU would put it into memory.
+  // No indexed array in this rolled loop: a GPU would put it into memory.
   MEGAFSDP_ROLL
   for (int k = 0; k < num && col + k < f.cols; ++k) {
     const float factor = find(tiles.first_tile + (col + k) / f.tile_cols);
@@ -176,7 +175,7 @@ MEGAFSDP_INLINE void encode_tile(const FragmentRow& f, ScalingKind scaling, cons
   });
 }
 
-// The codes begin with those of the fragment, as the values do.
+// Codes and values both begin with those of the fragment.
 template <typename Element, typename Out>
 MEGAFSDP_INLINE void decode_tile(const FragmentRow& f, ScalingKind scaling, Dtype dtype,
                                  int64_t item, int thread) {

@@ -1,17 +1,17 @@
-// One thread's part of a transposition of codes, and of an encoding that is transposed on its way.
+// One thread's part of a transposition of codes, or of an encoding that also transposes.
 //
 // A block of threads has kTransposeRows rows and eight times kWidth columns, a thread four
-// neighbouring rows and kWidth neighbouring columns. It turns its four codes of a column into one
-// word of what the block shares, where a column's words lie side by side:
+// neighbouring rows and kWidth neighbouring columns. A thread turns its four codes of a column into
+// one word of the block's shared memory, where the words of a column lie side by side:
 //
 //   row, byte    0: a b c d         word of column 0: a e i m
 //                1: e f g h                        1: b f j n     memory that a block shares:
 //                2: i j k l                        2: c g k o     column, word: the rows 4 w to
 //                3: m n o p                        3: d h l p     4 w + 3
 //
-// Words of columns that are written together would lie in one bank; so the place of a word within
-// its column is changed by the thread's columns. Sixteen bytes of a column, which is a row of the
-// transpose, stay together.
+// Words of different columns that are written together would lie in one bank, so the place of a
+// word within its column is permuted by the thread's columns. Sixteen bytes of a column, which is a
+// row of the transpose, stay together.
 //
 // Between the parts of a kernel all threads of its block wait for each other. The file compiles for
 // the host too, where a test runs all threads through one part after another.
@@ -30,7 +30,7 @@ constexpr uint32_t kTransposeRows = 128;
 constexpr uint32_t kRowsOfWord = 4;
 constexpr uint32_t kWordsOfCol = kTransposeRows / kRowsOfWord;
 constexpr uint32_t kThreadsAcross = kTransposeThreads / kWordsOfCol;
-// Codes that a thread writes at once, of a column.
+// Codes of a column that a thread writes at once.
 constexpr uint32_t kCodesOfStore = 16;
 
 template <int kWidth>
@@ -44,7 +44,7 @@ MEGAFSDP_INLINE uint32_t place_of_word(uint32_t col, uint32_t word) {
   return col * kWordsOfCol + (word ^ col / kWidth * kRowsOfWord);
 }
 
-// Matrices of one shape that are transposed each by itself, in blocks of threads.
+// Matrices of one shape, each transposed by itself, in blocks of threads.
 struct TransposeGrid {
   uint32_t rows;
   uint32_t cols;
@@ -83,8 +83,8 @@ template <int kWidth>
 MEGAFSDP_INLINE void share_codes(const Vector<uint8_t, kWidth> (&rows)[kRowsOfWord], int thread,
                                  SharedCodes<kWidth>& shared) {
   const uint32_t word = thread / kThreadsAcross, first = thread % kThreadsAcross * kWidth;
-  // Where the first of the thread's columns has the word. The next one's is kWordsOfCol further:
-  // words change places alike in all columns of a thread.
+  // Place of the word in the first of the thread's columns. In the next it is kWordsOfCol further:
+  // words are permuted alike in all columns of a thread.
   uint32_t* const to = shared.words + place_of_word<kWidth>(first, word);
   MEGAFSDP_UNROLL
   for (int col = 0; col < kWidth; col += 4) {
@@ -115,7 +115,8 @@ MEGAFSDP_INLINE Vector<uint8_t, kCodesOfStore / kCodesPerByte> packed(
   if constexpr (kCodesPerByte == 2) {
     MEGAFSDP_UNROLL
     for (uint32_t k = 0; k < kCodesOfStore / 8; ++k) {
-      // A code lies in each byte's low half: of each two the second one moves above the first.
+      // Each byte has a code in its low half: of each two bytes, the second code moves above the
+      // first.
       const uint32_t low = words[2 * k] | words[2 * k] >> 4;
       const uint32_t high = words[2 * k + 1] | words[2 * k + 1] >> 4;
       words[k] = pick_bytes(low, high, 0x6420);
@@ -125,8 +126,8 @@ MEGAFSDP_INLINE Vector<uint8_t, kCodesOfStore / kCodesPerByte> packed(
   return bytes;
 }
 
-// Writes the rows of the transpose from what the block shares, sixteen codes at a time. is_aligned
-// says that they may be stored at once, and that their number divides grid.rows.
+// Writes the rows of the transpose from shared memory, sixteen codes at a time. is_aligned says
+// that sixteen codes may be stored at once, and that sixteen divides grid.rows.
 template <int kCodesPerByte, int kWidth>
 MEGAFSDP_INLINE void write_transposed(const TransposeGrid& grid, const TransposeBlock& block,
                                       bool is_aligned, int thread,
@@ -174,8 +175,8 @@ MEGAFSDP_INLINE void share_loaded(const TransposeTask& task, const TransposeBloc
   const uint32_t row = block.row + thread / kThreadsAcross * kRowsOfWord;
   const uint32_t col = block.col + thread % kThreadsAcross * kTransposeWidth;
   Words loaded[kRowsOfWord];
-  // One branch for all rows, as in block_thread.h; below the matrix the codes of its last row, of
-  // which nothing is written.
+  // One branch for all rows, as in block_thread.h; below the matrix, the codes of its last row,
+  // which are not written.
   if (task.loads_vectors && col + kTransposeWidth <= task.grid.cols) {
     MEGAFSDP_UNROLL
     for (uint32_t i = 0; i < kRowsOfWord; ++i) {

@@ -1,5 +1,5 @@
-// A thread's neighbouring elements, loaded and stored in the widest instructions there are: 16
-// bytes each, or all of the vector if it is smaller.
+// A thread's neighbouring elements, loaded and stored by the widest instructions: 16 bytes each, or
+// the whole vector if it is smaller.
 //
 // The file compiles for the host too.
 #pragma once
@@ -20,7 +20,7 @@ struct alignas(kNumel * sizeof(T)) Vector {
   T at[kNumel];
 };
 
-// Tells whether an address is one where such a vector may lie; null is.
+// Tells whether an address is aligned for such a vector; null is.
 template <typename Values>
 inline bool may_be_at(const void* address) {
   constexpr uintptr_t kAlignment = sizeof(Values) < kVectorNbytes ? sizeof(Values) : kVectorNbytes;
@@ -53,14 +53,14 @@ MEGAFSDP_INLINE Values load(const void* base, int64_t vector) {
   return load_parts<Values, false>(base, vector);
 }
 
-// As load(), of what is read once: it makes room in the caches first.
+// Like load(), for data that is read once: the caches evict it first.
 template <typename Values>
 MEGAFSDP_INLINE Values load_once(const void* base, int64_t vector) {
   return load_parts<Values, true>(base, vector);
 }
 
-// In PTX: a plain assignment is taken apart into its elements, whose stores fill a sector by parts,
-// and the intrinsic for a store of 16 bytes orders it more strongly than this needs.
+// In PTX: the compiler would split a plain assignment into stores of elements, each of which fills
+// a part of a sector, and the intrinsic for 16-byte stores orders memory more strongly than needed.
 MEGAFSDP_INLINE void store_raw(void* to, uint4 raw) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
                "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
@@ -86,7 +86,7 @@ MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
   for (int i = 0; i < kRawParts<Values>; ++i) store_raw(to + i, raw[i]);
 }
 #else
-// What a GPU traps on is an exception on the host.
+// On the host, throws an exception where a GPU would trap.
 template <typename Values>
 inline void check_vector_at(const void* base) {
   if (!may_be_at<Values>(base)) throw std::logic_error("a vector is not aligned");
@@ -112,8 +112,8 @@ MEGAFSDP_INLINE void store(void* base, int64_t vector, const Values& values) {
 }
 #endif
 
-// Returns four bytes of eight: the low three bits of each of the low four hexadecimal digits of
-// places choose one.
+// Returns four of eight bytes: the low three bits of each of the low four hexadecimal digits of
+// places select one.
 #if defined(__CUDA_ARCH__)
 MEGAFSDP_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places) {
   return __byte_perm(low, high, places);

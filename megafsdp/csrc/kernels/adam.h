@@ -2,7 +2,7 @@
 // it, compiled for each combination of stored types. Gradients and copies in fp16 go through fp32.
 //
 // The naive formula is the first comment of adam_formula.h. Elements do not touch each other, so
-// neither tiles, threads nor instruction sets show in a result.
+// results do not depend on tiles, threads or instruction sets.
 #pragma once
 
 #include <cmath>
@@ -31,8 +31,8 @@ struct FusedMath : IeeeMath {
   MEGAFSDP_INLINE static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 };
 
-// For those without: the product is exact in double, and the sum is rounded to odd, after which
-// rounding to float gives what rounding the exact sum would.
+// For processors without one: the product is exact in double, and the sum is rounded to odd;
+// rounding that to float gives the same as rounding the exact sum.
 struct PlainMath : IeeeMath {
   MEGAFSDP_INLINE static float fma(float a, float b, float c) {
     const double product = static_cast<double>(a) * static_cast<double>(b);
@@ -64,7 +64,7 @@ using MathOf = FusedMath;
 constexpr int64_t kTileNumel = 64;
 constexpr int64_t kPrefetchNumel = 256;
 
-// Where fp32 weights are read, and written with a copy in bf16 or with none.
+// Addresses of fp32 weights to read and to write, with a bf16 copy or without.
 struct PlainWeights {
   const float* from;
   float* to;
@@ -111,7 +111,7 @@ MEGAFSDP_INLINE void adam_loop(const AdamConstants& c, const Grad* grad, float s
   }
 }
 
-// Conversions of fp16 are long: compilers make vector code of them in a loop of their own.
+// Conversions of fp16 are long: compilers vectorise them only in a loop of their own.
 MEGAFSDP_INLINE void decode(const Float16* from, float* to, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
@@ -122,8 +122,8 @@ MEGAFSDP_INLINE void encode(const float* from, Float16* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = FromFloat<Float16>::convert(from[i]);
 }
 
-// One tile whose weights are fp32: in place, or with results elsewhere. What is streamed waits in
-// rooms until all of the tile is there.
+// One tile whose weights are fp32: in place, or with results elsewhere. Streamed results are kept
+// in local arrays until the whole tile is computed.
 template <Simd level, typename Weights, typename Grad, typename State>
 MEGAFSDP_INLINE void fp32_tile(const AdamBuffers& job, const AdamConstants& c, const Grad* grad,
                                Moments<State> old, int64_t start, int64_t count) {
@@ -180,7 +180,7 @@ MEGAFSDP_INLINE void adam_tile(const AdamBuffers& job, const AdamConstants& c, i
   }
 }
 
-// An address beyond a buffer's end is harmless to ask for.
+// Prefetching an address beyond a buffer's end is harmless.
 MEGAFSDP_INLINE void prefetch_tile(const AdamBuffers& job, int64_t start) {
   const auto prefetch = [start](const void* base, int64_t itemsize) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(base) + start * itemsize;
@@ -195,7 +195,7 @@ MEGAFSDP_INLINE void prefetch_tile(const AdamBuffers& job, int64_t start) {
   prefetch(job.exp_avg_sq, itemsize_of(job.state_dtype));
 }
 
-// Returns the elements up to where streamed outputs begin a line, or two of copy_out's 16-bit ones.
+// Returns the number of elements to where streamed outputs begin a line, and 16-bit copy_out too.
 MEGAFSDP_INLINE int64_t numel_to_line(const AdamBuffers& job, int64_t start) {
   if (!job.streams || job.new_weight == nullptr) return 0;
   constexpr uintptr_t kNbytes = 2 * kLineNbytes;
@@ -208,7 +208,7 @@ template <Simd level, typename Grad, typename State, typename Weights>
 MEGAFSDP_INLINE void adam_run(const AdamBuffers& job, const AdamConstants& constants, int64_t start,
                               int64_t stop) {
   const AdamConstants c = constants;
-  // A line that two tiles write in part may leave the processor between them, as two transfers.
+  // A line that two tiles write in part may be transferred twice, once after each tile.
   int64_t wished = numel_to_line(job, start);
   for (; start < stop; start += wished, wished = 0) {
     if (wished == 0) wished = kTileNumel;
@@ -268,7 +268,7 @@ inline AdamRun run_of(Simd level, const AdamBuffers& job) {
   return run_with_states<float>(level, job);
 }
 
-// Runs what segments have between start and stop.
+// Runs the parts of segments between start and stop.
 inline void adam_at(Simd level, const AdamBuffers& job, const std::vector<AdamSegment>& segments,
                     int64_t start, int64_t stop) {
   const AdamRun run = run_of(level, job);

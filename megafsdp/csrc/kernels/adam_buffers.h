@@ -20,10 +20,9 @@ struct AdamSegment {
 // Addresses of flat buffers of one length. With a remainder, weight holds bf16 and remainder the
 // low 16 bits; else weight holds fp32 and remainder is null. copy_out is null for kNone.
 //
-// Only a CPU knows the last five. The step is out of place where the new ones are given, all three,
-// beside fp32 weights and moments, which it then only reads. streams tells that what is written and
-// not read, here and in copy_out, goes past the caches; prefetches that tiles are asked for before
-// they are read.
+// Only a CPU uses the last five. With all three new ones the step is out of place: it only reads
+// the fp32 weights and moments. With streams, outputs that are not read (the new ones and copy_out)
+// are stored past the caches; with prefetches, tiles are prefetched before they are read.
 struct AdamBuffers {
   void* weight;
   int16_t* remainder;

@@ -1,4 +1,4 @@
-// Codes of rows by vector instructions, for values that need no clamp: in two thirds of the
+// Codes of rows by vector instructions, for values that need no clamp: with two thirds of the
 // operations that a compiler makes of the loops in tiles.h. With M the bits of a code's mantissa,
 //
 //   x     the value times its factor, times 2**k
@@ -8,8 +8,8 @@
 //   bits of sum                                          s | 110eeeee | 0...0 mmmm
 //   the high 16 of them + the low 16 times 2**(7 - M)    s | 110..code | 0...0
 //
-// where k makes 192 the least exponent of sums: a code's exponent is the low bits of theirs, and m
-// carries into it as the mantissa of a code does. To multiply by powers of two rounds nothing.
+// where k makes 192 the least exponent of sums: a code's exponent is the low bits of a sum's, and m
+// carries into it as the mantissa of a code does. Multiplying by powers of two rounds nothing.
 //
 // A value is unusual if it is not finite, if it is beyond the largest of the element, or if the
 // maximum of its tile, below 2**-54, makes factor * 2**k overflow. In other tiles a subnormal
@@ -30,7 +30,7 @@
 
 namespace megafsdp {
 
-// Columns are taken so many at a time.
+// Columns that are taken at a time.
 constexpr int64_t kVectorCols = 64;
 
 #if defined(__x86_64__)
@@ -41,10 +41,10 @@ struct VectorCode {
   static constexpr int kNumBits = 1 + Bits::kExponentBits + Bits::kMantissaBits;
   static constexpr uint32_t kLeastExponent = 192;
   static constexpr uint32_t kLeastBase = (kLeastExponent - Bits::kShift) << 23;
-  // k, where a float has its exponent.
+  // k, at the place of a float's exponent.
   static constexpr uint32_t kRaise = kLeastBase - Bits::kSmallestNormal;
   static constexpr float kStepsOfBase = static_cast<float>(1 << Bits::kShift);
-  // Of the low and the high half of a sum.
+  // Weights of the low and the high half of a sum.
   static constexpr int32_t kWeights = 1 << 16 | 1 << (7 - Bits::kMantissaBits);
   // From 16 bits of a sum to its code right below the sign.
   static constexpr int kLift = 8 - Bits::kExponentBits;
@@ -52,7 +52,7 @@ struct VectorCode {
       (((Element::kLargestBits - Bits::kSmallestNormal) >> Bits::kShift) +
        (1u << Bits::kMantissaBits))
       << (16 - kNumBits);
-  // Right below halfway to what would follow the largest value.
+  // Just below halfway from the largest value to the one that would follow it.
   static constexpr uint32_t kLargestUsual =
       Element::kLargestBits + kRaise + (1u << (Bits::kShift - 1)) - 1;
 };
@@ -74,7 +74,7 @@ MEGAFSDP_AVX2 MEGAFSDP_INLINE __m256 load_avx2(const BFloat16* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-// Rounds as a sum does. Zero may lose its sign.
+// Rounds with such a sum. Zero may lose its sign.
 template <typename Through>
 MEGAFSDP_AVX2 MEGAFSDP_INLINE __m256 round_avx2(__m256 value) {
   if constexpr (std::is_same_v<Through, BFloat16>) {
@@ -86,7 +86,7 @@ MEGAFSDP_AVX2 MEGAFSDP_INLINE __m256 round_avx2(__m256 value) {
   }
 }
 
-// Of sums without signs, which are added to the codes.
+// Takes sums without signs, and adds the signs to the codes.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float* factors,
                                int64_t num_cols, uint8_t* codes, bool streams) {
@@ -98,7 +98,7 @@ MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float
   const __m256 steps = _mm256_set1_ps(Code::kStepsOfBase);
   const __m256i weights = _mm256_set1_epi32(Code::kWeights);
   const __m256i signs_of_bytes = _mm256_set1_epi8(static_cast<char>(0x80));
-  // Packing takes from its operands in turn, in each half of a vector.
+  // Packing takes from its operands in turn, in each half of a vector: this undoes the order.
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   __m256i largest = _mm256_setzero_si256();
   for (int64_t col = 0; col < num_cols; col += 32) {
@@ -124,7 +124,7 @@ MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float
         lifted[i] = _mm256_slli_epi16(pair, Code::kLift);
         lifted[i] = _mm256_srli_epi16(lifted[i], 16 - Code::kNumBits);
       }
-      // A number that is packed keeps its sign, whatever its size.
+      // Packing saturates and keeps the sign of every number.
       __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(given[0], given[1]),
                                          _mm256_packs_epi32(given[2], given[3]));
       signs = _mm256_srli_epi16(_mm256_and_si256(signs, signs_of_bytes), 8 - Code::kNumBits);
@@ -148,7 +148,7 @@ MEGAFSDP_AVX2 bool encode_avx2(const Source* values, int64_t stride, const float
   return _mm256_movemask_epi8(is_usual) == -1;
 }
 
-// GCC 12 warns of what its own header leaves undefined.
+// GCC 12 warns of undefined values in its own header.
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -195,7 +195,7 @@ MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 power_avx512(__m512 x, __m512 value) {
   }
 }
 
-// Of sums with signs.
+// Takes sums with signs.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const float* factors,
                                    int64_t num_cols, uint8_t* codes, bool streams) {
@@ -208,7 +208,7 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
   const __m512 steps = _mm512_set1_ps(Code::kStepsOfBase);
   const __m512i weights = _mm512_set1_epi32(Code::kWeights);
   const __m512i sign_of_pair = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
-  // Packing takes from its operands in turn, in each quarter of a vector.
+  // Packing takes from its operands in turn, in each quarter of a vector: this undoes the order.
   const __m512i in_order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   // As much of 16 bits as joined codes, packed once more beside themselves, have of them.
@@ -261,7 +261,7 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
       }
     }
   }
-  // No exponent is below the least, so one that is beyond a code's has a bit between the two.
+  // No exponent is below the least, so one that is beyond a code's range has one of these bits.
   constexpr uint32_t kBeyond = (1u << 29) - (1u << (23 + Code::Bits::kExponentBits));
   const auto is_beyond = _mm512_test_epi32_mask(exponents, _mm512_set1_epi32(kBeyond));
   const auto is_larger =
@@ -276,8 +276,9 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
 #endif
 
 // Writes the codes of some rows, of kVectorCols columns or a multiple, and returns true; or returns
-// false if codes may be wrong, since a value is unusual or the level or the type has no vectors.
-// Streams codes where rows of them begin with a line, if asked to; who asks must fence.
+// false if codes may be wrong, because a value is unusual or the level or the type has no vectors.
+// If streams is set, rows of codes that begin with a cache line are streamed; the caller must
+// fence.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 bool encode_vectors(Simd level, const Source* values, int64_t stride, const float* factors,
                     int64_t num_cols, uint8_t* codes, bool streams) {

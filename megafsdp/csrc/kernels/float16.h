@@ -2,8 +2,8 @@
 //
 // Conversions are integer arithmetic and selects without branches, so that a compiler turns them
 // into vector code of any width, and give the same bits at every width. Rounding is to nearest
-// even. They hold when subnormal floats are flushed to zero. A NaN stays a NaN; its payload is not
-// kept.
+// even. They also hold while subnormal floats are flushed to zero. A NaN stays a NaN; its payload
+// is not kept.
 #pragma once
 
 #include <cstdint>

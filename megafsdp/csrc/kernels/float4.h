@@ -21,9 +21,9 @@ struct E2M1 {
 
   MEGAFSDP_INLINE static uint32_t encode(float value) { return encode_value<E2M1>(value); }
 
-  // Returns the code of a magnitude and of the sign bit of any number, rounded up where noise, in
-  // [0, 1), is less than the distance from the code below in steps of the codes there. Steps are
-  // powers of two, so that nothing but the result is rounded.
+  // Returns the code of a magnitude and of the sign bit of any number. It is rounded up if noise,
+  // in [0, 1), is less than the distance from the code below, in steps between codes there. Steps
+  // are powers of two, so nothing but the result is rounded.
   MEGAFSDP_INLINE static uint32_t encode_parts_stochastically(uint32_t magnitude, uint32_t sign,
                                                               float noise, bool is_nan) {
     const float clamped = float_of(magnitude > kLargestBits ? kLargestBits : magnitude);
@@ -34,8 +34,8 @@ struct E2M1 {
     const int32_t below = static_cast<int32_t>(in_steps);
     const int32_t is_up = noise < in_steps - static_cast<float>(below) ? 1 : 0;
     const uint32_t code = static_cast<uint32_t>(below + is_up + offset) | (sign >> 31 << 3);
-    // A mask in place of a choice, behind which the compiler would leave the conversion to an
-    // integer, and then not vectorise it.
+    // A mask instead of a branch: the compiler would move the conversion to an integer behind a
+    // branch, and then not vectorise it.
     static_assert(kNanCode == 0, "a mask gives zero");
     return code & (static_cast<uint32_t>(is_nan) - 1);
   }
@@ -51,8 +51,8 @@ struct E2M1 {
   }
 };
 
-// Puts pairs of codes into bytes. A pair is read, and written by unpack(), as one number, whose low
-// byte comes first on every processor that this is built for.
+// Puts pairs of codes into bytes. A pair is read here, and written by unpack(), as one number; all
+// processors that this is built for are little-endian.
 MEGAFSDP_INLINE void pack(const uint8_t* codes, uint8_t* bytes, int64_t num_codes) {
   for (int64_t i = 0; i < num_codes / 2; ++i) {
     uint16_t pair;

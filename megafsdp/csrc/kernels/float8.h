@@ -1,7 +1,7 @@
 // Floats of at most 8 bits, their codes and conversions.
 //
 // Conversions are integer arithmetic and selects without branches, as those of float16.h. Rounding
-// is to nearest even; what is beyond the largest value becomes the largest:
+// is to nearest even; values beyond the largest become the largest:
 //   encode(x) = sign | code nearest to min(|x|, kLargest), kNanCode if x is a NaN
 // The naive formula is Element.encode in quantize/elements.py.
 #pragma once
@@ -27,19 +27,19 @@ struct SmallFloat {
   static constexpr uint32_t kCodeMask = kSignBit - 1;
   static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
   static constexpr uint32_t kSmallestNormal = kRebias + (1u << 23);
-  // What makes code 0 of zero: an even number, so that it does not move ties.
+  // Added so that zero gets code 0; it is even, so it does not move ties.
   static constexpr uint32_t kFirstCode = (0u - (kSmallestNormal >> kShift)) & 0xff;
 
-  // From here on up lies a code that is made at the top of a number, its sign bit the highest.
+  // The lowest bit of a code that lies at the top of a number, its sign bit the highest.
   static constexpr int kTop = 31 - kExponent - kMantissa;
 
   // Returns, at the top of a number, the code of a magnitude not above the largest value.
   //
   // A float that is 2**kShift times a power of two is as far from its neighbours as codes are from
-  // theirs in the binade of that power, so adding it rounds to codes, and counts them in its low
-  // bits. Below the smallest normal value codes are as far apart as above it. At the top the parts
-  // of a code are joined before a vector is narrowed, once, and what lies above a code is shifted
-  // out.
+  // each other in the binade of that power, so adding it rounds to codes, and counts them in its
+  // low bits. Below the smallest normal value codes are as far apart as above it. The code is made
+  // at the top so that its parts are joined before a vector is narrowed, and higher bits are
+  // shifted out.
   MEGAFSDP_INLINE static uint32_t encode_magnitude(uint32_t magnitude) {
     const uint32_t binade = magnitude & kInfinityBits;
     const uint32_t exponent = binade > kSmallestNormal ? binade : kSmallestNormal;
@@ -50,9 +50,9 @@ struct SmallFloat {
 
   // Returns the bits of the magnitude of a finite code, its sign bit cleared.
   //
-  // Read as that of a normal value, a code gives v; that of a subnormal one means 2 v less the
-  // smallest normal value. The latter is the smaller of the two where v is below that value, as it
-  // is for codes of subnormal values alone.
+  // Read as a normal value, a code gives v; a subnormal code means 2 v - smallest normal value. The
+  // latter is the smaller of the two if v is below the smallest normal value, which holds for codes
+  // of subnormal values only.
   MEGAFSDP_INLINE static uint32_t decode_magnitude(uint32_t code) {
     const uint32_t normal = (code << kShift) + kRebias;
     const uint32_t subnormal =
@@ -62,7 +62,7 @@ struct SmallFloat {
 };
 
 // Returns the code of a magnitude and of the sign bit of any number. is_nan replaces the code by
-// that of NaN; a magnitude of NaN alone does not.
+// that of NaN; a NaN as magnitude does not by itself.
 template <typename Element>
 MEGAFSDP_INLINE uint32_t encode_parts(uint32_t magnitude, uint32_t sign, bool is_nan) {
   constexpr uint32_t kLargestBits = Element::kLargestBits;
@@ -91,7 +91,7 @@ struct E4M3 {
 
   MEGAFSDP_INLINE static float decode(uint32_t code) {
     const uint32_t finite = Bits::decode_magnitude(code & Bits::kCodeMask);
-    // All exponent bits and some of the finite pattern make a NaN, without a choice.
+    // All exponent bits with some bits of the finite pattern make a NaN, without a branch.
     const uint32_t nan = (code & Bits::kCodeMask) == 0x7f ? kInfinityBits : 0;
     return float_of(finite | nan | (code & Bits::kSignBit) << 24);
   }

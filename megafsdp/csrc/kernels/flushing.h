@@ -1,5 +1,5 @@
-// Subnormal numbers as zero, operation by operation, where the processor has no mode for it or
-// leaves open how a result at the border is treated.
+// Flush subnormal numbers to zero, operation by operation, for processors that have no mode for it
+// or leave open how a result at the border is treated.
 //
 //   x86 in its mode (and so kernels/adam.h): a result is zero if it is below 2**-126 after rounding
 //   to 24 bits as if exponents had no end. All of [2**-126 - 2**-150, 2**-126) rounds to 2**-126
@@ -9,8 +9,8 @@
 // Flushing or Keeping computes with subnormal numbers, and its take() flushes one number.
 //
 // A branch at each result would cost a GPU more than the arithmetic. So each class names a Deferred
-// one beside it that has none: it takes results at the border as they are and remembers that it met
-// one. Whoever uses it looks once, at the end, and drops what was computed if is_in_doubt().
+// class without branches, which keeps results at the border as they are and remembers that it met
+// one. Its user checks is_in_doubt() once, at the end, and then drops the results.
 #pragma once
 
 #include "adam_formula.h"
@@ -38,8 +38,8 @@ struct Keeping : Math {
   MEGAFSDP_INLINE static bool is_in_doubt() { return false; }
 };
 
-// Only three operations can round up to the border. Sums that are subnormal are exact; roots, and
-// their quotients by a root of a bias correction, which is at most one, are never small.
+// Only three operations can round up to the border. Subnormal sums are exact; roots, and their
+// quotients by the root of a bias correction, which is at most one, are never small.
 MEGAFSDP_INLINE bool is_at_border(float rounded) {
   return __builtin_fabsf(rounded) == kSmallestNormal;
 }
@@ -61,7 +61,7 @@ struct Flushing {
     return Math::take(rounded);
   }
 
-  // A quotient differs from the threshold by 2**-49 of it or more: double tells on which side.
+  // A quotient is off the threshold by a factor of at least 2**-49, so double tells on which side.
   MEGAFSDP_INLINE static float div(float a, float b) {
     const float rounded = Math::div(a, b);
     if (is_at_border(rounded)) return settle(rounded, static_cast<double>(a) / b, 0.0);
@@ -75,7 +75,7 @@ struct Flushing {
   }
 
  private:
-  // Returns zero if the exact sum, of which rounded is the rounding, counts as subnormal.
+  // Returns zero if the exact sum counts as subnormal, else rounded, which is its rounding.
   MEGAFSDP_INLINE static float settle(float rounded, double product, double addend) {
     const double sign = rounded < 0.0f ? -1.0 : 1.0;
     const double total = product + addend;
@@ -87,7 +87,7 @@ struct Flushing {
   }
 };
 
-// Computes as Flushing, but for results at the border, which it only notes.
+// Computes like Flushing, but only notes results at the border.
 template <typename Math>
 class DeferredFlushing : public Flushing<Math> {
  public:

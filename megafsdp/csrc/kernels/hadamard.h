@@ -1,5 +1,5 @@
-// The random Hadamard transform of 16 rows: fixed signs, a quarter, and sums of pairs of rows at
-// distances 1, 2, 4 and 8. The order of sums is part of it: it gives the same bits everywhere.
+// The random Hadamard transform of 16 rows: fixed signs, a factor of 1/4, and sums of pairs of rows
+// at distances 1, 2, 4 and 8. The order of sums is fixed, so the bits are the same everywhere.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr int64_t kHadamardCols = 64;
 template <typename Source>
 struct HadamardJob {
   const Source* values;
-  // Rows that there are; those that lack to a block count as zeros.
+  // Number of rows; rows missing from the last block count as zeros.
   int64_t num_rows;
   int64_t num_cols;
   int64_t first_block;

@@ -1,6 +1,6 @@
-// What marks a function that every kernel inlines, on a CUDA compiler one for both sides; a loop
-// over an array that must not be indexed at run time, which on a GPU would put it into memory; and
-// a loop that runs seldom and should stay one.
+// Macros for a function that every kernel inlines (with a CUDA compiler, for host and device); for
+// a loop over an array that must be unrolled, as indexing at run time would put the array into a
+// GPU's memory; and for a loop that runs seldom and should stay a loop.
 #pragma once
 
 #if defined(__CUDACC__)

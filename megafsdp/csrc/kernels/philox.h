@@ -52,7 +52,7 @@ struct UniformJob {
   }
 
   MEGAFSDP_INLINE static float fraction(uint32_t word) {
-    // Signed, for which vector units have a conversion; 24 bits are exact.
+    // Signed, as vector units have a conversion for it; 24 bits are exact.
     return static_cast<float>(static_cast<int32_t>(word >> 8)) * 0x1p-24f;
   }
 

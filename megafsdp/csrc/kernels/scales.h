@@ -1,11 +1,11 @@
-// What a tile's maximum makes of its values, and what decodes them.
+// The factors that follow from a tile's maximum, for encoding and for decoding its values.
 //
 // A maximum is the bits of a magnitude, which are ordered as magnitudes are. Each family has
 //   encode_factor  what values are multiplied with before they are encoded
 //   entry          what a table has for the tile
 //   decode_factor  what decoded codes are multiplied with, from that entry
-// in the order of operations of quantize/scales.py, each rounded once. All are NaN if the maximum is
-// not finite. of_matrix is 0 but for the family of two levels.
+// in the order of operations of quantize/scales.py, each rounded once. All are NaN if the maximum
+// is not finite. of_matrix is 0 except in the family of two levels.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ MEGAFSDP_INLINE float factor_to(float largest, uint32_t maximum, uint32_t kept_b
   return float_of(maximum >= kInfinityBits ? kNanBits : of_any);
 }
 
-// 1 / value, an infinite one made the largest float; NaN stays.
+// 1 / value; infinity becomes the largest float, NaN stays.
 MEGAFSDP_INLINE float finite_reciprocal(float value) {
   const uint32_t bits = bits_of(1.0f / value);
   return float_of(bits == kInfinityBits ? kLargestFloatBits : bits);
@@ -35,7 +35,7 @@ MEGAFSDP_INLINE float finite_reciprocal(float value) {
 
 // Codes of powers of two: 2**(code - 127), 255 for NaN.
 struct E8M0 {
-  // Rounds a value that is not negative up.
+  // Rounds a nonnegative value up.
   MEGAFSDP_INLINE static uint32_t encode(float value) {
     constexpr uint32_t kLeast = 0x00400000;
     const uint32_t bits = bits_of(value) & kMagnitudeMask;
@@ -92,7 +92,7 @@ struct TwoLevelScaling {
   static constexpr float kLargest = 2688.0f;
   static constexpr float kReciprocal = static_cast<float>(1.0 / 2688.0);
 
-  // Of the largest maximum of a matrix; of_matrix of the next two.
+  // Takes the largest maximum of a matrix; gives of_matrix of the next two functions.
   MEGAFSDP_INLINE static float matrix_factor(uint32_t maximum) {
     return factor_to(kLargest, maximum, ~0u);
   }

@@ -22,7 +22,7 @@
 #define MEGAFSDP_AVX512
 #endif
 
-// Before a loop whose turns do not depend on each other, whatever the compiler can prove.
+// For a loop whose iterations are independent, even if the compiler cannot prove it.
 #if defined(__clang__)
 #define MEGAFSDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else

@@ -27,7 +27,7 @@ MEGAFSDP_INLINE void square_sum(const SquareSum<T>& job, int64_t first_block, in
     const T* values = job.values + start;
     double lanes[kSquareLanes] = {};
     int64_t first = 0;
-    // A tile at a time: the compiler vectorises the conversion alone, and the additions alone.
+    // A tile at a time: the compiler vectorises conversion and additions only as separate loops.
     for (; first + kSquareTileNumel <= count; first += kSquareTileNumel) {
       float tile[kSquareTileNumel];
       for (int64_t i = 0; i < kSquareTileNumel; ++i) tile[i] = to_float(values[first + i]);

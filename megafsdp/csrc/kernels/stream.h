@@ -1,11 +1,11 @@
-// Copies past the caches, of what is written whole and not read soon: a plain store would first
-// read the line that it changes.
+// Copies past the caches, for lines that are written whole and not read soon: a plain store would
+// first read the line that it changes.
 //
 //   bytes to the next 16 | pieces of 16 to the next line | whole lines | pieces of 16 | rest
 //        plain stores           streamed                    streamed       streamed     plain
 //
-// Lines filled by one store or two reach twice the bytes a second of those filled by four. Streamed
-// stores are ordered by nothing but the fence.
+// Lines filled by one or two stores reach twice the bandwidth of lines filled by four. Only the
+// fence orders streamed stores.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ namespace megafsdp {
 
 constexpr int64_t kLineNbytes = 64;
 
-// Buffers beyond this are streamed: the last cache, or what of a large one is near one core. What is
-// written below it is likely to be read from the cache that streaming would bypass.
+// Larger buffers are streamed. It is the size of the last-level cache, or the part of a large one
+// that is near a core. Smaller outputs are likely to be read from the cache again.
 inline int64_t cached_nbytes() {
   constexpr int64_t kMost = int64_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
@@ -74,7 +74,7 @@ MEGAFSDP_INLINE bool begins(const void* address, uintptr_t nbytes) {
 
 #endif
 
-// Copies elements; addresses need be aligned to an element only.
+// Copies elements; addresses need only be aligned to an element.
 template <Simd level, typename T>
 MEGAFSDP_INLINE void stream(const T* from, T* to, int64_t count) {
   int64_t i = 0;

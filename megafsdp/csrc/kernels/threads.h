@@ -23,11 +23,11 @@
 
 namespace megafsdp {
 
-// Elements that one thread takes at least: with fewer, waking it takes as long as the work.
+// The fewest elements for one thread: with fewer, waking it takes as long as the work.
 constexpr int64_t kMinRangeNumel = 1 << 15;
 
-// While it lives, this thread takes and gives zero for subnormal numbers, if asked to; if not, it
-// computes with them, whatever mode it was in.
+// While it lives, this thread treats subnormal operands and results as zero if asked to; otherwise
+// it computes with subnormal numbers, whatever mode it was in.
 class DenormalMode {
  public:
 #if defined(__x86_64__)
@@ -49,8 +49,8 @@ class DenormalMode {
 #endif
 };
 
-// Returns once met() is true, or after a few times what it takes to wake a thread: who must wait
-// longer may as well sleep.
+// Spins until met() is true, or for a few times what it takes to wake a thread: a thread that must
+// wait longer may as well sleep.
 template <typename Condition>
 void look_out(const Condition& met) {
   constexpr std::chrono::microseconds kLongest(100);
@@ -66,10 +66,10 @@ void look_out(const Condition& met) {
   }
 }
 
-// Asks the system for short turns of this thread. It then gets its core as soon as it wakes, also
-// from a thread that spins there, as OpenMP's do for milliseconds after each of torch's operators;
-// with turns of the usual length Linux (6.12 and later) lets the other one end its own. Systems
-// that do not know the wish leave the thread as it is.
+// Asks the system for short time slices of this thread. It then gets its core as soon as it wakes,
+// even from a thread that spins there, as OpenMP's do for milliseconds after each of torch's
+// operators; with usual slices Linux (6.12 and later) lets the other thread finish its slice first.
+// Systems that do not know this request leave the thread as it is.
 inline void ask_for_short_turns() {
 #if defined(SYS_sched_getattr) && defined(SYS_sched_setattr)
   // The kernel's struct sched_attr, which no header of the C library declares before glibc 2.41.
@@ -87,24 +87,24 @@ inline void ask_for_short_turns() {
 #endif
 }
 
-// The number of this thread among those that share a call's work; 0 of one that is no worker.
+// The number of this thread among those that share a call's work; 0 for a thread that is no worker.
 inline int64_t& thread_number() {
   thread_local int64_t number = 0;
   return number;
 }
 
-// Threads that wait between calls, as many as the largest call has asked for. They look out for the
-// next call before they sleep: buffers of a model are stepped one right after the other.
+// Threads that wait between calls, as many as the largest call has asked for. They spin a while for
+// the next call before they sleep: buffers of a model are stepped one right after the other.
 //
-// A call hands out one task. Whoever has not woken when the caller has ended is not waited for, so
-// a task whose work any thread may take loses nothing to threads that sleep long.
+// A call hands out one task. Workers that have not woken when the caller has finished are not
+// waited for, so a task whose work any thread may take loses nothing to threads that sleep long.
 class Workers {
  public:
   static Workers& instance() {
     Workers* workers = slot().load(std::memory_order_acquire);
     if (workers != nullptr) return *workers;
-    // Never freed: threads still wait in it when the process ends. A fork has none of them, and
-    // its child begins with new ones.
+    // Never freed: threads still wait in it when the process ends. The child of a fork has none of
+    // the threads, and begins with new ones.
     static const int registered = pthread_atfork(nullptr, nullptr, [] { slot().store(nullptr); });
     (void)registered;
     auto* fresh = new Workers;
@@ -164,9 +164,9 @@ class Workers {
     }
   }
 
-  // Forbids the workers the core that this thread runs on, among those that it may run on. A system
-  // that sees no cache in common between the cores, as in many virtual machines, would wake them
-  // there, one after the other with this thread, though other cores are idle.
+  // Keeps the workers off the core that this thread runs on; they may use its other cores. A system
+  // that sees no shared cache between the cores, as in many virtual machines, would wake them on
+  // this core, to run in turn with this thread, though other cores are idle.
   void keep_off_this_core() {
 #if defined(__linux__)
     const int core = sched_getcpu();
@@ -192,7 +192,7 @@ class Workers {
         lock.lock();
         if (--num_running_ == 0) done_.notify_one();
       } else {
-        // Whoever wakes too late for one call looks out for the next: falling asleep at once, it
+        // A worker that wakes too late for one call spins for the next: if it slept at once, it
         // would be late for that one too.
         wake_.wait(lock);
         if (num_wanted_ > 0) continue;
@@ -209,14 +209,14 @@ class Workers {
   void (*call_)(const void*) = nullptr;
   int64_t num_hired_ = 0;
   std::vector<pthread_t> threads_;
-  // Where the thread ran that called last; -1 before that.
+  // The core of the last calling thread; -1 before the first call.
   int core_ = -1;
-  // Written with the mutex held; read without it by those that look out.
+  // Written with the mutex held; read without it by threads that spin.
   std::atomic<int64_t> num_wanted_{0}, num_running_{0};
 };
 
-// Ranges for each thread: more than one, so that a thread whose core is taken from it leaves the
-// rest to the others.
+// Ranges for each thread: more than one, so that a thread that loses its core leaves the rest to
+// the others.
 constexpr int64_t kRangesPerThread = 8;
 
 // Calls work(start, stop) on ranges that cut 0 to count, each start a multiple of grain and no
@@ -238,8 +238,9 @@ void parallel_ranges(int64_t count, int64_t grain, int64_t min_range, int64_t nu
     std::atomic<int64_t> next;
     int64_t end;
   };
-  // Each thread begins with a part that is its own in every call of that size, so that a pass over
-  // a buffer finds in its core's caches what the pass before left there. Then it helps the others.
+  // Each thread begins with a part that is the same in every call of that size, so that a pass over
+  // a buffer finds in its core's caches what the previous pass left there. Then it helps the
+  // others.
   std::vector<Part> parts(static_cast<size_t>(num_parts));
   for (int64_t part = 0; part < num_parts; ++part) {
     parts[part].next.store(part * num_ranges / num_parts, std::memory_order_relaxed);

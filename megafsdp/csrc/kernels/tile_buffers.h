@@ -20,7 +20,7 @@ struct TileFragment {
   uint8_t* codes;
 };
 
-// A table and the maxima that it is made of; of_matrices is null but for two levels.
+// A table and the maxima that it is made from; of_matrices is null except for two levels.
 struct ScaleTable {
   TileGrid grid;
   const int32_t* maxima;

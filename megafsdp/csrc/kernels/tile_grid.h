@@ -1,6 +1,6 @@
-// Tiles over a stack of matrices, and the rows of it that one call has.
+// Tiles over a stack of matrices, and the rows of the stack that one call has.
 //
-// Tiles are numbered by matrix, row of tiles and column of tiles; none lies over two matrices. The
+// Tiles are numbered by matrix, row of tiles and column of tiles; no tile spans two matrices. The
 // last of a row or column may be cut short.
 #pragma once
 
@@ -28,7 +28,7 @@ struct TileGrid {
 
 // Rows that lie in one row of tiles.
 struct Strip {
-  // Of the whole stack.
+  // Rows are numbered in the whole stack.
   int64_t first_row;
   int64_t num_rows;
   int64_t matrix;

@@ -6,8 +6,8 @@
 //   value(x)  = decode(code) * decode_factor(entry[t]), rounded once to the type of the result
 // where scales.h has the factors. The naive formulas are those of quantize/tiles.py.
 //
-// A strip, the rows of one row of tiles, is worked on in panels of columns. A panel's maxima or
-// factors are spread over its columns first, into the first-level cache; then every row is one loop
+// A strip, the rows of one row of tiles, is processed in panels of columns. A panel's maxima or
+// factors are first spread over its columns, into the first-level cache; then every row is one loop
 // over columns, whatever the tile's width:
 //
 //   factors of tiles  | a           | b           |     tile (2, 4), two tiles in a panel
@@ -30,17 +30,17 @@
 
 namespace megafsdp {
 
-// Columns of a panel at most: a multiple of the width of every tile that is narrower than a row, and
-// as many as leave room for their factors in the first-level cache. Rows of most matrices are one
-// panel then, and memory is read in order: jumping from row to row takes up to three times as long.
+// The most columns of a panel: a multiple of the width of every tile that is narrower than a row,
+// with factors that fit in the first-level cache. Rows of most matrices are then one panel, and
+// memory is read in order: jumping from row to row takes up to three times as long.
 constexpr int64_t kPanelCols = 4096;
-// Columns of a panel that is cut out of a run: fewer, as one factor is spread over them.
+// Columns of a panel that is cut from a run: fewer, as one factor is spread over them.
 constexpr int64_t kRunCols = 1024;
-// Rows that are worked on side by side: memory gives more to several readers than to one, and factors
-// are read once for all of them. They lie as far apart as they can, since memory that is near is
-// fetched ahead in order.
+// Rows that are processed side by side: several streams read memory faster than one, and factors
+// are read once for all of them. The rows are as far apart as possible, since hardware prefetches
+// nearby memory in order.
 constexpr int64_t kRowsAtOnce = 4;
-// What is read twice must stay in the second-level cache: so many elements.
+// Elements that stay in the second-level cache until they are read again.
 constexpr int64_t kCachedNumel = 1 << 16;
 
 struct NoRounding {};
@@ -59,11 +59,12 @@ MEGAFSDP_INLINE uint32_t magnitude_of(Source value) {
   return bits_of(to_float(value)) & kMagnitudeMask;
 }
 
-// Returns a magnitude rounded to another type. What is not finite becomes any bits from infinity's on.
+// Returns a magnitude rounded to another type. Others than finite ones become infinity's bits or
+// more.
 template <typename Through>
 MEGAFSDP_INLINE uint32_t round_magnitude(uint32_t bits) {
   if constexpr (std::is_same_v<Through, BFloat16>) {
-    // As FromFloat does, in fewer steps.
+    // Like FromFloat, in fewer steps.
     return (bits + ((bits & 0x10000) == 0 ? 0x7fff : 0x8000)) & 0xffff0000;
   } else if constexpr (std::is_same_v<Through, Float16>) {
     return bits_of(to_float(FromFloat<Float16>::convert(float_of(bits))));
@@ -72,13 +73,13 @@ MEGAFSDP_INLINE uint32_t round_magnitude(uint32_t bits) {
   }
 }
 
-// As round_magnitude(); NaN keep bits above infinity's.
+// Like round_magnitude(), but NaN keep bits above infinity's.
 template <typename Through>
 MEGAFSDP_INLINE uint32_t round_with_nan(uint32_t bits) {
   return bits > kInfinityBits ? bits : round_magnitude<Through>(bits);
 }
 
-// Rows of a stack, of a fragment whose buffers begin at begin_row.
+// Rows of a stack, in a fragment whose buffers begin at begin_row.
 struct FragmentRows {
   TileGrid grid;
   int64_t begin_row;
@@ -86,10 +87,10 @@ struct FragmentRows {
   int64_t end_row;
 };
 
-// Part of a strip: some columns of all its rows. Where the elements of a row share a tile, so do all
-// of a strip: a run, which is cut into rows of kRunCols instead.
+// Part of a strip: some columns of all its rows. If the elements of a row share a tile, all
+// elements of the strip do: it is a run, and is cut into rows of kRunCols instead.
 struct Panel {
-  // Of the first element, in elements from the first of the fragment.
+  // Offset of the first element, in elements from the first of the fragment.
   int64_t offset;
   int64_t num_rows;
   // Elements from a row to the next.
@@ -103,7 +104,7 @@ struct Panel {
   MEGAFSDP_INLINE int64_t num_tiles() const { return (num_cols + tile_cols - 1) / tile_cols; }
 };
 
-// Calls work(panel) on panels that cover the rows, each of so many columns at most.
+// Calls work(panel) on panels that cover the rows, each of panel_cols columns at most.
 template <typename Work>
 MEGAFSDP_INLINE void for_each_panel(const FragmentRows& rows, int64_t panel_cols,
                                     const Work& work) {
@@ -228,15 +229,15 @@ MEGAFSDP_INLINE void spread(const float* of_tiles, const Panel& panel, float* of
   }
 }
 
-// Whether a value whose magnitude becomes the scaled one has the code of NaN: it is not finite, or its
+// Whether a value of this magnitude, once scaled, gets the code of NaN: it is not finite, or its
 // factor is NaN. A "||" of two comparisons would keep loops from being vectorised.
 MEGAFSDP_INLINE bool gives_nan(uint32_t magnitude, uint32_t scaled) {
   const uint32_t of_value = magnitude >= kInfinityBits, of_factor = scaled > kInfinityBits;
   return (of_value | of_factor) != 0;
 }
 
-// Calls encode(i, scaled magnitude, any bits with the value's sign, whether it gives NaN) for a row of
-// any values.
+// Calls encode(i, scaled magnitude, bits with the value's sign, whether it gives NaN) for each
+// value of a row; values may be unusual.
 template <typename Through, typename Source, typename Encode>
 MEGAFSDP_INLINE void for_each_scaled(const Source* from, const float* factors, int64_t num_cols,
                                      const Encode& encode) {
@@ -248,7 +249,8 @@ MEGAFSDP_INLINE void for_each_scaled(const Source* from, const float* factors, i
   }
 }
 
-// Writes the codes of a row of any values, each code in a byte; rounded by noise unless it is null.
+// Writes the codes of a row, each in a byte; values may be unusual. Rounds by noise unless it is
+// null.
 template <typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const float* factors,
                                 int64_t num_cols, uint8_t* codes) {
@@ -272,11 +274,11 @@ MEGAFSDP_INLINE void encode_row(const Source* from, const float* noise, const fl
 // How codes are written.
 struct EncodeMode {
   Simd level;
-  // Whether past the caches, where it can be.
+  // Whether codes are stored past the caches where possible.
   bool streams;
 };
 
-// Writes the codes of some rows, of which there are factors.
+// Writes the codes of some rows, given the factors of their columns.
 template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, const Panel& panel,
                                   const float* factors, uint8_t* codes, EncodeMode mode) {
@@ -291,7 +293,7 @@ MEGAFSDP_INLINE void encode_group(const Source* values, const float* noise, cons
                                                 codes + col / Element::kCodesPerByte, mode.streams);
     const int64_t first = is_done ? col + whole : col, num_cols = end - first;
     if (num_cols == 0) continue;
-    // What is written anew must not be overtaken by what was streamed.
+    // Streamed codes must not land after the codes that are written again here.
     if (mode.streams && !is_done) fence_streams();
     for (int64_t row = 0; row < kRows; ++row) {
       const int64_t offset = row * panel.stride + first;
@@ -326,8 +328,8 @@ MEGAFSDP_INLINE void encode_panel(const Source* values, const float* noise, cons
   }
 }
 
-// Rounds a product of a code and a factor. Its NaN have no bits in their low halves, so that adding
-// to them, as to other values, leaves them NaN.
+// Rounds a product of a code and a factor. NaN products have no bits in their low halves, so the
+// addition that rounds leaves them NaN.
 template <typename Out>
 MEGAFSDP_INLINE Out round_product(float value) {
   if constexpr (std::is_same_v<Out, BFloat16>) {
@@ -378,7 +380,7 @@ struct MaximaJob {
   }
 };
 
-// Writes what values of some tiles are multiplied with before they are encoded.
+// Writes the factors that values of some tiles are multiplied with before they are encoded.
 template <typename Element>
 struct EncodeFactorsJob {
   const int32_t* maxima;
@@ -398,8 +400,8 @@ struct EncodeFactorsJob {
   }
 };
 
-// Writes what decoded codes of some tiles are multiplied with, of NaN the pattern without bits in
-// its low half.
+// Writes the factors that decoded codes of some tiles are multiplied with; NaN has the pattern
+// without bits in its low half.
 struct DecodeFactorsJob {
   const void* entries;
   int64_t first_tile;
@@ -442,8 +444,8 @@ struct EntriesJob {
 };
 
 // Writes the codes of the rows. of_matrices has the factor of each matrix of the stack, and is null
-// where the family has none. Factors are found by calls: the loops of all families in each of these
-// functions would take longer to compile than all else.
+// if the family has none. Factors are computed by calls: inlining the loops of all families into
+// each of these functions would take longer to compile than everything else.
 template <typename Element, typename Source, typename Through>
 struct EncodeJob {
   FragmentRows rows;
@@ -470,8 +472,8 @@ struct EncodeJob {
   }
 };
 
-// Writes the values of the rows, whose codes and values begin with those of the stack. of_matrices
-// has the maximum of each matrix, and is null where the family has none.
+// Writes the values of the rows; codes and values are those of the whole stack. of_matrices has the
+// maximum of each matrix, and is null if the family has none.
 template <typename Element, typename Out>
 struct DecodeJob {
   FragmentRows rows;
@@ -507,7 +509,7 @@ struct BlockJob {
   Simd level;
 
   MEGAFSDP_INLINE void operator()() const {
-    // Between tiles of one column a panel may end anywhere.
+    // If tiles are one column wide, a panel may end anywhere.
     const int64_t cached_cols = kCachedNumel / rows.grid.tile_rows;
     const int64_t panel_cols =
         rows.grid.tile_cols > 1 || cached_cols > kPanelCols ? kPanelCols : cached_cols;

@@ -9,11 +9,11 @@
 namespace megafsdp {
 namespace {
 
-// Cuts between threads keep to whole cache lines of every element type.
+// Ranges of threads are whole cache lines of every element type.
 constexpr int64_t kGrainNumel = 1024;
 
-// Asking for lines beforehand made a prototype faster on an Intel Xeon, and slows this kernel on an
-// AMD Zen 4, whose own prefetchers follow all streams (docs/log.md).
+// Software prefetch made a prototype faster on an Intel Xeon, but slows this kernel on an AMD Zen
+// 4, whose own prefetchers follow all streams (docs/log.md).
 bool gains_by_prefetching() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("intel");

@@ -6,7 +6,7 @@
 
 namespace megafsdp {
 
-// Run checked arguments on so many threads; touch no Python object.
+// Run checked arguments on a number of threads; touch no Python object.
 void run_adam(const AdamArguments& arguments, int64_t num_threads, Simd level);
 double run_square_sum(const SquareSumArguments& arguments, int64_t num_threads, Simd level);
 

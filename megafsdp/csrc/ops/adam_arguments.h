@@ -1,5 +1,5 @@
-// Arguments of Adam and of the sum of squares as they come from Python, checked and made into the
-// kernels' own types. Whatever runs the kernels, a CPU or CUDA, checks the same.
+// Arguments of Adam and of the sum of squares as they come from Python, checked and converted to
+// the kernels' own types. The checks are the same for a CPU and for CUDA.
 #pragma once
 
 #include <array>
@@ -13,8 +13,8 @@
 
 namespace megafsdp {
 
-// remainder, copy_out and the new ones may be null, these all or none; a segment is start, stop and
-// the constants in the order of AdamConstants.
+// remainder and copy_out may be null, and so may the new ones, all or none of them; a segment is
+// start, stop and the constants in the order of AdamConstants.
 struct AdamArguments {
   uintptr_t weight;
   uintptr_t remainder;

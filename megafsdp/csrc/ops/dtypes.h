@@ -7,7 +7,8 @@
 
 namespace megafsdp {
 
-// Calls visit with a value of the named type; returns false, without a call, if it is another one.
+// Calls visit with a value of the named type; returns false, without a call, if it has no such
+// name.
 template <typename Visit>
 bool visit_dtype(const std::string& name, const Visit& visit) {
   if (name == "float32") return visit(float{}), true;

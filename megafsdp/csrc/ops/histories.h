@@ -14,7 +14,7 @@ using HistoriesArguments = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
 
 struct RollArguments {
   std::vector<HistoriesArguments> weights;
-  // Of inputs and gradients.
+  // Histories of inputs and gradients.
   std::vector<HistoriesArguments> operands;
   int64_t length;
 };
@@ -22,7 +22,7 @@ struct RollArguments {
 // Throw std::invalid_argument that names the argument.
 void check_roll(const RollArguments& arguments);
 
-// Appends maxima to histories and writes what scales are made of.
+// Appends maxima to histories and writes the maxima that scales are made from.
 void run_roll(const RollArguments& arguments, Simd level);
 
 }  // namespace megafsdp

@@ -1,4 +1,4 @@
-// Numbers to round by, and the transform of what is rounded, on a CPU.
+// Random numbers for stochastic rounding, and the Hadamard transform before it, on a CPU.
 #pragma once
 
 #include <cstdint>

@@ -9,13 +9,13 @@
 
 namespace megafsdp {
 
-// Each works on what quantize_arguments.h has checked, and touches no Python object.
+// Each takes arguments that quantize_arguments.h has checked, and touches no Python object.
 
 // Raises the maxima of tiles to those of the fragments.
 void run_tile_maxima(const TileArguments& arguments, const std::vector<TileFragment>& fragments,
                      int64_t num_threads, Simd level);
 
-// Writes tables, their padding too.
+// Writes tables, padding included.
 void run_scale_tables(const TileCodingArguments& coding, const std::vector<ScaleTable>& tables,
                       int64_t num_threads, Simd level);
 

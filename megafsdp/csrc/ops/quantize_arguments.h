@@ -1,5 +1,5 @@
-// Arguments of the kernels on tiles as they come from Python, checked and made into the kernels' own
-// types. Whatever runs the kernels, a CPU or CUDA, checks the same.
+// Arguments of the kernels on tiles as they come from Python, checked and converted to the kernels'
+// own types. The checks are the same for a CPU and for CUDA.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace megafsdp {
 
-// What a code and a scale are: e4m3, e5m2 or e2m1; fp32, power_of_two, e8m0 or two_level; and the
-// rows and columns of a tile, both 0 for one a matrix.
+// The element (e4m3, e5m2 or e2m1), the kind of scale (fp32, power_of_two, e8m0 or two_level), and
+// the rows and columns of a tile, both 0 if a matrix is one tile.
 struct TileCodingArguments {
   std::string element;
   std::string scaling;
@@ -31,15 +31,15 @@ using StackShape = std::tuple<int64_t, int64_t, int64_t>;
 using BufferArguments = std::tuple<uintptr_t, int64_t>;
 
 // Rows of a stack: their values, the first row, the stack's shape, the maxima of all its tiles, and
-// the codes of the rows, null where they are not asked for.
+// the codes of the rows, null if they are not wanted.
 using FragmentArguments =
     std::tuple<BufferArguments, int64_t, StackShape, BufferArguments, BufferArguments>;
 
 // Shape, maxima and table of a stack.
 using TableArguments = std::tuple<StackShape, BufferArguments, BufferArguments>;
 
-// A batch of fragments of one type; through is a type to round to first, or empty. noise, one fp32
-// a value of the only fragment, may be null.
+// A batch of fragments of one type; through is a type to round to first, or empty. noise has one
+// fp32 number for each value of a single fragment, and may be null.
 struct TileArguments {
   TileCodingArguments coding;
   std::vector<FragmentArguments> fragments;
@@ -66,7 +66,7 @@ struct BlockArguments {
   BufferArguments codes;
 };
 
-// The widest tile that is narrower than a row, and what all of them divide.
+// The widest tile that is narrower than a row; the widths of all such tiles divide it.
 constexpr int64_t kMostTileCols = 1024;
 constexpr int64_t kTableAlignmentNbytes = 16;
 
@@ -268,8 +268,8 @@ inline ScaleTable check_blocks(const BlockArguments& arguments) {
   const ScalingKind scaling = scaling_of(arguments.coding.scaling);
   check(scaling != ScalingKind::kTwoLevel, "scaling: expected one level, got two_level");
   check(element != ElementKind::kE2M1, "element: expected 8 bits, got e2m1");
-  // Threads take whole rows of tiles, and the maximum of a tile is not shared between them. Nor is
-  // it between the parts that a wider row would be cut into.
+  // Threads take whole rows of tiles and do not share the maximum of a tile; neither do the parts
+  // that a wider row would be cut into.
   const int64_t tile_rows = arguments.coding.tile_rows, tile_cols = arguments.coding.tile_cols;
   check((tile_rows == 1 || tile_cols == 1) && std::max(tile_rows, tile_cols) <= kMostTileCols,
         "tile: expected one row or one column of " + std::to_string(kMostTileCols) +

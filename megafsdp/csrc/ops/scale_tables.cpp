@@ -6,7 +6,7 @@
 namespace megafsdp {
 namespace {
 
-// Tiles of which one range of a table consists.
+// Number of tiles in one range of a table.
 constexpr int64_t kRangeTiles = 1 << 14;
 
 // Tiles of one matrix that one thread works on.

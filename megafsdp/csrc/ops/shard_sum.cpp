@@ -7,7 +7,7 @@
 namespace megafsdp {
 namespace {
 
-// As visit_dtype, also for sums in double.
+// Like visit_dtype, also for sums in double.
 template <typename Visit>
 bool visit_summed(const std::string& name, const Visit& visit) {
   if (name == "float64") return visit(double{}), true;

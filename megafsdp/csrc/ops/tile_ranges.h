@@ -1,4 +1,4 @@
-// What the passes of quantize.h share: who works on which rows, and types by their names.
+// What the passes of quantize.h share: which thread works on which rows, and types by their names.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace megafsdp {
 
 static_assert(kPanelCols % kMostTileCols == 0, "panels begin where tiles do");
 
-// Rows of one stack that one thread works on: whole rows of tiles, but where the fragment cuts one,
-// or where the tile is a whole matrix whose parts each raise its maximum.
+// Rows of one stack that one thread works on: whole rows of tiles, unless the fragment cuts one, or
+// the tile is a whole matrix, whose maximum each part raises.
 struct WorkRange {
   size_t stack;
   int64_t first_row;
@@ -31,7 +31,7 @@ inline void cut_rows(const TileGrid& grid, size_t stack, int64_t first_row, int6
   const int64_t unit = grid.is_one_across() && grid.tile_rows == grid.rows ? 1 : grid.tile_rows;
   const int64_t num_rows = (wished + unit - 1) / unit * unit;
   for (int64_t row = first_row; row < end_row;) {
-    // Matrices begin with a tile, whatever the rows of those before.
+    // Each matrix begins with a new tile, whatever the number of rows before it.
     const int64_t matrix_row = row % grid.rows;
     const int64_t left = grid.rows - matrix_row;
     const int64_t to_next = num_rows - matrix_row % unit;
