@@ -5,8 +5,8 @@
         --config my_run.yaml --train.steps 50
 
 Each fraction is a run of its own from the same weights on the same samples: the losses must not
-change. What a step takes longer than with nothing offloaded is what offload costs you; on a CPU
-there is nothing to hide it behind. Any value of examples/configs/offload_sweep.yaml can be
+change. Offload costs you the time that a step takes longer than with nothing offloaded; on a CPU
+nothing hides it. Any value of examples/configs/offload_sweep.yaml can be
 overridden. Runs go to runs/offload_sweep, which is emptied first.
 """
 
@@ -40,7 +40,7 @@ HEADER = (
 
 @dataclass
 class Run:
-    """What one fraction has shown."""
+    """The results of one fraction."""
 
     fraction: float
     losses: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ def table(runs: list[Run]) -> str:
 
 
 def svg(runs: list[Run]) -> str:
-    """Return a picture: one bar a run, the part below the line is a step with nothing offloaded."""
+    """Return a picture: a bar for each run, and a line at a step with nothing offloaded."""
     longest, base_ms = max(run.step_ms for run in runs), runs[0].step_ms
     width, height = 80 * len(runs) + 20, 260
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">']
@@ -129,7 +129,7 @@ def svg(runs: list[Run]) -> str:
 
 
 def main() -> None:
-    """Train once for each fraction and show what came of it."""
+    """Train once for each fraction and show the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--plot", type=Path, help="an SVG file to write")

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_loop.py
 
-The model learns the bytes of a file of Python's standard library. Started again, it goes on.
+The model learns the bytes of a file of Python's standard library. Started again, it resumes.
 """
 
 import argparse

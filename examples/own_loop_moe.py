@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/own_loop_moe.py
 
-What one call says of each stack of experts holds on any number of ranks: Muon takes the gate and
-the up projection of each expert as matrices of their own, and checkpoints name them apart, so that
-other programs can read them. Started again, on 1 or 3 ranks too, it goes on.
+One call declares each stack of experts, for any number of ranks: Muon takes the gate and the up
+projection of each expert as separate matrices, and checkpoints give them separate names, so that
+other programs can read them. Started again, also on 1 or 3 ranks, it resumes.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).to(device)
 declare_experts(model)
 megafsdp.fully_shard_model(model)
-# Embeddings and the output layer are no matrices of a map: AdamW steps them, and all vectors.
+# Muon is for matrices between hidden states: AdamW steps embeddings, output layer and vectors.
 others = [p for name, p in model.named_parameters() if "embed" in name or "lm_head" in name]
 matrices = [p for p in model.parameters() if all(p is not other for other in others)]
 groups = [{"params": matrices}, {"params": others, "use_muon": False}]

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/own_loop_tp.py
 
 torch's parallelize_module cuts the layers over pairs of ranks; megafsdp shards what it leaves on
-each rank over the data-parallel ranks. Started again, on 2 or 6 ranks too, it goes on.
+each rank over the data-parallel ranks. Started again, also on 2 or 6 ranks, it resumes.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import megafsdp
 
 OUTPUT, STEPS, ROWS, LENGTH, TP = "runs/own_loop_tp", 20, 8, 64, 2
-# What the names in a model's tp plan are called in torch. A head norm sees its rank's heads, dim 2.
+# torch's styles for the names in a model's tp plan. A head norm sees its rank's heads, dim 2.
 HEAD_NORM = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
 STYLES = {
     "colwise": parallel.ColwiseParallel(),
@@ -38,7 +38,7 @@ heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True)).to(device)
 plan = {name: STYLES[style] for name, style in model.tp_plan.items()}
 parallel.parallelize_module(model, meshes.tp, plan)
-model.lm_head.weight = model.model.embed_tokens.weight  # Cut one by one, they were untied.
+model.lm_head.weight = model.model.embed_tokens.weight  # Cutting them one by one untied them.
 megafsdp.fully_shard_model(model, mesh=meshes.data)
 optimizer = megafsdp.FusedAdam(model.parameters(), lr=3e-3, max_grad_norm=1.0)
 

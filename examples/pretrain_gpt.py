@@ -3,7 +3,7 @@
     megafsdp prep corpus/ --tokenizer gpt2/tokenizer.json --output data/gpt
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --run.directory runs/gpt
 
-Any value of examples/configs/pretrain_gpt.yaml can be overridden. Started again, it goes on from
+Any value of examples/configs/pretrain_gpt.yaml can be overridden. Started again, it resumes from
 its latest checkpoint.
 """
 

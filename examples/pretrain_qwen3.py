@@ -3,7 +3,7 @@
     megafsdp prep corpus/ --tokenizer qwen3/tokenizer.json --output data/qwen3
     torchrun --nproc-per-node 8 examples/pretrain_qwen3.py --run.directory runs/qwen3
 
-Any value of examples/configs/pretrain_qwen3.yaml can be overridden. Started again, it goes on from
+Any value of examples/configs/pretrain_qwen3.yaml can be overridden. Started again, it resumes from
 its latest checkpoint.
 """
 

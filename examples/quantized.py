@@ -5,8 +5,8 @@
         --weights-only --train.steps 200
 
 Each recipe is a run of its own from the same weights on the same samples, beside one in bf16. Seeds
-move the losses of so small a model more than recipes do: read the curves for one that leaves the
-others, not for an order. Any value of examples/configs/quantized.yaml can be overridden. Runs go to
+move the losses of so small a model more than recipes do: look for a curve that leaves the others,
+not for a ranking. Any value of examples/configs/quantized.yaml can be overridden. Runs go to
 runs/quantized, which is emptied first.
 """
 
@@ -29,7 +29,7 @@ WIDTH, HEIGHT, MARGIN = 720, 400, 50
 
 
 def losses_of(name: str, words: list[str]) -> list[float]:
-    """Train a run of that name; return the loss of each step."""
+    """Train a run with a given name; return the loss of each step."""
     config = parse_config([f"--config={CONFIG}", *words, f"--run.directory={FOLDER / name}"])
     losses: list[float] = []
 
@@ -41,7 +41,7 @@ def losses_of(name: str, words: list[str]) -> list[float]:
 
 
 def table(runs: dict[str, list[float]]) -> str:
-    """Return the runs as lines: first and last losses, and the last over that in bf16."""
+    """Return the runs as lines: first and last losses, and the ratio of the last to bf16's."""
     base = runs[BASE][-1]
     lines = [f"{'recipe':>12} {'first':>8} {'last':>8} {'last / bf16':>12}"]
     lines += [
@@ -52,7 +52,7 @@ def table(runs: dict[str, list[float]]) -> str:
 
 
 def svg(runs: dict[str, list[float]]) -> str:
-    """Return a picture: one curve a run, losses over steps."""
+    """Return a picture: a curve for each run, losses over steps."""
     points = [loss for losses in runs.values() for loss in losses]
     low, high = min(points), max(points)
     parts = [
@@ -77,7 +77,7 @@ def svg(runs: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Train once for each recipe and show what came of it."""
+    """Train once for each recipe and show the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--recipes", nargs="+", choices=RECIPE_NAMES, default=list(RECIPE_NAMES))
     parser.add_argument("--weights-only", action="store_true", help="quantize no activations")

@@ -23,14 +23,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("cp310", "cp311", "cp312")
-# What every Linux has that a manylinux wheel may be installed on, and nothing of torch or OpenMP: a
-# build then runs beside any torch.
+# Libraries of every Linux that may install a manylinux wheel, without torch or OpenMP: a build that
+# needs only these runs beside any torch.
 SYSTEM_LIBRARIES = frozenset(
     {"libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
-    # The C library's own, where it is older than 2.34.
+    # Parts of the C library before 2.34.
     | {"libpthread.so.0", "libdl.so.2", "librt.so.1"}
 )
-# Of each kind one: the packages, the public names, compiled kernels, a page's program.
+# One of each kind: the packages, the public names, compiled kernels, a page's program.
 TESTS = (
     "tests/test_packaging.py",
     "tests/test_setup.py",
@@ -64,7 +64,7 @@ def _check(folder: Path, *, has_cuda: bool) -> None:
     tracked = copy_checkout(checkout)
     with _step("every file runs on the oldest Python that is promised"):
         vermin = f"{Path(sys.executable).parent}/vermin -t=3.10- --violations --eval-annotations"
-        # Part of torch's own requirements.
+        # torch requires typing_extensions itself.
         _run([*vermin.split(), "--backport", "typing_extensions", str(checkout)], away)
     with _step("cibuildwheel reads its configuration"):
         read_cibuildwheel_options(checkout)
@@ -95,7 +95,7 @@ def _check(folder: Path, *, has_cuda: bool) -> None:
         _run(script, away, python=python)
     with _step("tests of the unpacked source package pass"):
         _run([*install, f"{wheel}[test]", "setuptools", "pybind11"], away, python=python)
-        # What the wheel was made of lies in its folder build.
+        # The wheel's object files lie in the folder build.
         _run(["setup.py", "-q", "build_ext", "--inplace"], source, python=python, **variables)
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
         _run(pytest, source, python=python, OMP_NUM_THREADS="1")
@@ -173,7 +173,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 
 def compare_files(tracked: set[str], source: Path) -> None:
-    """Compare a checkout's files with those of its source package, but for what builds add."""
+    """Compare a checkout's files with its source package's, apart from those that builds add."""
     paths = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
     added = {"PKG-INFO", "setup.cfg"}
     names = {str(path) for path in paths if path.parts[0] != "megafsdp.egg-info"} - added
@@ -204,7 +204,7 @@ def check_files_of_wheel(wheel: Path, source: Path, *, has_cuda: bool) -> None:
 
 
 def check_libraries_of_wheel(wheel: Path) -> None:
-    """Check that the compiled modules of a wheel need libraries of every system alone."""
+    """Check that the compiled modules of a wheel need only libraries that every system has."""
     from elftools.elf.dynamic import DynamicSection
     from elftools.elf.elffile import ELFFile
 
@@ -231,7 +231,7 @@ def _step(name: str) -> Iterator[None]:
 def _run(
     arguments: Sequence[str], folder: Path, *, python: str = sys.executable, **variables: str
 ) -> None:
-    # Nothing of the checkout may be found by chance, nor its choices for builds.
+    # Neither files of the checkout nor its settings for builds may be found by chance.
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "MEGAFSDP_CUDA", "MEGAFSDP_NATIVE", "MEGAFSDP_SIMD")
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     # auditwheel looks for patchelf there.

@@ -17,8 +17,8 @@ has_supported_torch() {
     >/dev/null 2>&1
 }
 
-# Distributions optimise their Python by profiles; what version managers compile without is a third
-# slower. Kernels are built with the headers, which a distribution has in a package of their own.
+# Distributions optimise their Python by profiles; version managers compile without, a third slower.
+# Kernels are built with the headers, which a distribution has in a package of their own.
 has_headers() {
   "$1" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' >/dev/null 2>&1
@@ -51,7 +51,7 @@ make_venv() {
   "$base" -m venv .venv
   if has_supported_torch "$base"; then
     echo "set-up: .venv from $base, with its own torch"
-    # Not venv's own option: of a base that is a virtual environment it takes the system's packages.
+    # Not by venv's own option: if the base is a virtual environment, it takes the system's packages.
     "$base" -c 'import sys
 for path in sys.path:
     if path.endswith("-packages"):
@@ -65,7 +65,7 @@ for path in sys.path:
 install() {
   local constraints=.venv/constraints.txt torch_version
   if has_supported_torch .venv/bin/python; then
-    # By the package's metadata: its own text may name the CUDA beside it, which pip does not know.
+    # From the package's metadata: torch.__version__ may add the CUDA version, which pip does not know.
     torch_version=$(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')
   else
     torch_version=$(sed -n 's/^torch==//p' constraints.txt)
@@ -74,7 +74,7 @@ install() {
   echo "set-up: installing torch $torch_version and the packages of constraints.txt"
   .venv/bin/python -m pip install --quiet --constraint "$constraints" \
     "torch==$torch_version" setuptools wheel pybind11
-  # A module that an earlier build left would hide that this one failed.
+  # A module left by an earlier build would hide a failure of this one.
   rm -f megafsdp/_csrc*.so megafsdp/_cuda*.so
   .venv/bin/python -m pip install --quiet --constraint "$constraints" --no-build-isolation \
     --editable '.[dev]'

@@ -1,4 +1,4 @@
-"""What mkdocs does beside its plugins when it builds the documentation site; see mkdocs.yml.
+"""Hooks that mkdocs runs besides its plugins when it builds the documentation; see mkdocs.yml.
 
 README.md becomes the first page, the configuration's sections become their reference, Markdown that
 GitHub reads in its own way is made plain, and a page that would load anything from the network ends
@@ -23,14 +23,14 @@ from megafsdp.training.config.words import type_in_words
 
 _ROOT = Path(__file__).parents[1]
 _FIRST_PAGE = "index.md"
-# The list of pages beside the first one would name itself alone.
+# The navigation beside the first page would list only that page.
 _FIRST_PAGE_OPTIONS = "---\nhide: [navigation]\n---\n"
 _CONFIGURATION_PAGE = "configuration.md"
 _SECTIONS_MARK = "<!-- the sections -->\n"
 # A role of Sphinx in a docstring, as mkdocstrings has rendered it.
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):<code>~?")
 _LIST_ITEM = re.compile(r"(?:[-*]|\d+\.) ")
-# What a browser fetches by itself; links that a reader follows are no part of it.
+# What a browser fetches by itself; links that a reader follows are not part of it.
 _FETCHED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>"
     r"|<link\b(?![^>]*\brel=[\"']?canonical)[^>]*\bhref=[\"']?(?:https?:)?//[^>]*>"
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(page_html: str, **_: object) -> str:
-    """Return the page without the names of Sphinx's roles, which docstrings have."""
+    """Return the page without the names of Sphinx's roles from docstrings."""
     return _ROLE.sub("<code>", page_html)
 
 
@@ -88,7 +88,7 @@ def separate_lists(markdown: str) -> str:
             is_item = _LIST_ITEM.match(line) is not None
             if is_item and not is_in_list and lines and lines[-1].strip():
                 lines.append("")
-            # Further lines of an item may begin at the margin; an empty line ends the list.
+            # Later lines of an item may begin at the margin; an empty line ends the list.
             is_in_list = is_item or (is_in_list and bool(line.strip()))
         lines.append(line)
     return "\n".join([*lines, ""])

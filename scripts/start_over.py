@@ -1,8 +1,8 @@
 """Remove the checkpoints and metrics of the run that options of ``megafsdp train`` describe.
 
-Called by ``run.sh --fresh``, with the number of ranks to come in ``WORLD_SIZE``. A mistake in the
-options or a job that runs in the folder ends it before anything is removed, and files that are no
-checkpoints stay.
+Called by ``run.sh --fresh``, with the number of ranks to be started in ``WORLD_SIZE``. A mistake in
+the options or a job that runs in the folder ends it before anything is removed, and files that are
+not checkpoints stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Use an installed megafsdp from its command to a run on two ranks, away from any checkout.
 
-``python scripts/try_package.py [--cuda]`` takes a minute, by the Python that has the package. It
-ends with an error where the package was found anywhere else, came without its compiled kernels, or
-does not train with them. ``--cuda`` asks for the kernels for GPUs besides.
+``python scripts/try_package.py [--cuda]`` takes a minute, with the Python that has the package. It
+ends with an error if the package was found anywhere else, came without its compiled kernels, or
+does not train with them. ``--cuda`` also asks for the kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIONS = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Try everything; raise AssertionError where the package is not what was asked for."""
+    """Try everything; raise AssertionError if the package is not what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cuda", action="store_true", help="expect the kernels for GPUs too")
     expects_cuda = parser.parse_args(arguments).cuda
@@ -62,7 +62,7 @@ def _check_training(folder: Path) -> None:
     train = [sys.executable, *_TRAIN.split(), *_OPTIONS.split()]
     said = _output([*train, "run"], folder)
     assert "step 2/2" in said and "saved step 2" in said, said
-    # Compiled code alone reads this variable, so a run that went on would not have reached any.
+    # Only compiled code reads this variable, so a run that goes on has not called any.
     forced = _run([*train, "forced"], folder, MEGAFSDP_SIMD="absent")
     said = forced.stdout
     assert forced.returncode != 0 and "MEGAFSDP_SIMD" in said, (

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start the ranks of one machine, and pass SIGTERM on to them: they save a checkpoint and exit 0.
 #   node.sh [--config FILE] [--section.field value ...]
-# torchrun reads what is about the cluster from PET_NNODES, PET_NPROC_PER_NODE, PET_RDZV_BACKEND,
+# torchrun reads the cluster's settings from PET_NNODES, PET_NPROC_PER_NODE, PET_RDZV_BACKEND,
 # PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_MAX_RESTARTS and PET_LOG_DIR. slurm.sbatch sets them, and so does
 # Kubeflow's training operator. PYTHON names the Python; the options are those of megafsdp train.
 set -euo pipefail
@@ -13,7 +13,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# Job control puts torchrun in a process group of its own, so that a signal reaches this script alone.
+# Job control puts torchrun in a process group of its own, so that a signal reaches only this script:
 # torchrun itself would answer it with a failure.
 set -m
 "$python" -m torch.distributed.run -m megafsdp train "$@" </dev/null &

@@ -1,9 +1,9 @@
-"""Train on workers of Ray, which goes on over workers that die.
+"""Train on workers of Ray, which resumes when workers die.
 
     python examples/cluster/ray_train.py --workers 16 --gpus --storage /mnt/shared/runs --steps 200
 
 Run it on a machine of the cluster, or by ``ray job submit``. The storage is a folder that all
-machines mount. Started again under the same name it goes on from the last checkpoint, with any
+machines mount. Started again under the same name, it resumes from the last checkpoint, with any
 number of workers.
 """
 
@@ -28,7 +28,7 @@ def train(config: dict) -> None:
     done = resume(model, optimizer)
     rank = torch.distributed.get_rank()
     for step in range(done + 1, config["steps"] + 1):
-        # Rows by step and worker, so that a step that is taken again has the same ones.
+        # Rows are drawn by step and worker, so that a repeated step has the same rows.
         source = torch.Generator().manual_seed(step * 100_000 + rank)
         tokens = torch.randint(256, (config["rows"], 129), generator=source).to(device)
         logits = model(tokens[:, :-1]).flatten(0, 1)
