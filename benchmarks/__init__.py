@@ -2,5 +2,5 @@
 
 ``python -m benchmarks CASE`` runs a case and writes
 ``benchmarks/records/<case>_<hardware>_<date>.json``. Absolute times on shared machines mean little;
-ratios of interleaved runs are what a record is for.
+records are for ratios of interleaved runs.
 """

@@ -2,12 +2,12 @@
 
 Three jobs: the bare update in fp32; all that a step does in mixed precision, from bf16 gradients
 with a scale to a bf16 copy; and the same with zero gradients and subnormal first moments in one row
-of twenty, as rare tokens and idle experts leave them. In the latter two our kernel also takes part
+of twenty, as rare tokens and idle experts leave them. In the last two jobs our kernel also runs
 with weights kept as bf16 and int16 remainders, whose bf16 half is the copy, and on a CPU out of
-place. There DeepSpeed's CPUAdam and a loop in numba take part in all, if they are installed.
-Sides take turns in every repeat, each beginning with its threads asleep. Achieved bytes a second
-stand beside those of a probe that touches as much memory: on a CPU a pass over one array in place,
-on a GPU a copy from one array to another.
+place. On a CPU DeepSpeed's CPUAdam and a loop in numba take part in all jobs, if they are
+installed. Sides take turns in every repeat, each beginning with its threads asleep. The achieved
+bandwidth is shown beside that of a probe that touches as much memory: on a CPU a pass over one
+array in place, on a GPU a copy from one array to another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _GRAD_SCALE = 0.3
 _WARM_UP_REPEATS = 2
 _CHECKED_STEPS = 3
-# Short calls are repeated more often than was asked for, up to a factor: as long as the largest.
+# Short calls are repeated more often than asked for, up to this factor: as long as the largest.
 _MOST_TIMES_THE_REPEATS = 10
 # OpenMP's threads spin for milliseconds after a call, on cores that the next side needs.
 _SETTLING_S = 0.01
@@ -43,23 +43,23 @@ _APART = "out of place"
 _IN_HALVES = "remainders"
 _SUBNORMAL = "subnormal"
 _JOBS = ("fp32", "bf16 to bf16", _SUBNORMAL)
-# First moments of idle rows, where they are subnormal and where the same job is dense.
+# First moments of idle rows: in the job with subnormal numbers, and in the same job without.
 _IDLE_MOMENT, _DENSE_MOMENT = 2.0**-130, 2.0**-10
 _CHECKED_NUMEL = 1 << 20
-# fp32 weights and moments read and written, gradients read; or two bytes read of bf16 gradients and
-# two written of a bf16 copy, which weights in halves do not need.
+# fp32 weights and moments read and written, and fp32 gradients read; or in place of these two bytes
+# read of bf16 gradients and two written of a bf16 copy, which weights in halves do not need.
 _BYTES_PER_ELEMENT = {_IN_HALVES: 26}
 _USUAL_BYTES_PER_ELEMENT = 28
-# fp32 values an element of any job: weight, two moments, and gradient with copy or gradient alone.
+# fp32 values for an element: weight, two moments, and gradient with copy or gradient alone.
 _TOUCHED_VALUES = 4
 _PROBE_ARRAYS = {"cpu": 1, "cuda": 2}
-# torch's foreach, and fused on a GPU, compute in another order: a few roundings of 2**-24 a step,
-# relative to weights and steps.
+# torch's foreach, and fused on a GPU, compute in another order: they differ by a few roundings of
+# 2**-24 a step, relative to weights and steps.
 _OTHER_ORDER_TOLERANCE = _CHECKED_STEPS * 2.0**-22
 
 
 class Ours:
-    """A flat buffer under the kernel; out of place, two that take turns to be read and written."""
+    """A flat buffer under the kernel; out of place, two of them, read and written in turn."""
 
     def __init__(
         self, weight: torch.Tensor, grad: torch.Tensor, has_copy: bool, *, is_apart: bool = False
@@ -96,8 +96,8 @@ class Ours:
 class InHalves:
     """A flat buffer under the kernel, its fp32 weights kept as bf16 values and int16 remainders.
 
-    The bf16 values are the copy that compute reads; of two equally near a weight they are the one
-    further from zero.
+    The bf16 values are the copy that compute reads. If two bf16 values are equally near a weight,
+    they have the one further from zero.
     """
 
     copy_out = None
@@ -137,8 +137,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Check the sides against each other, then time every job, on a CPU at every thread count.
 
     Raises:
-        CheckError: Our bits are not those of torch's fused AdamW on a CPU, or theirs on a GPU are
-            not near; no figure is given then.
+        CheckError: On a CPU our bits differ from those of torch's fused AdamW, or on a GPU its
+            results are not near ours; no figure is given then.
         RuntimeError: The kernels are not compiled, or do not run on the device.
     """
     require_native_module()
@@ -201,7 +201,7 @@ def _sides(job: str, numel: int, device: torch.device, *, source: str = "cpu") -
 
 
 def _idle_rows(values: torch.Tensor) -> torch.Tensor:
-    """Return every twentieth row of 64 elements, but for a rest behind the last twenty."""
+    """Return every twentieth row of 64 elements, without rows after the last whole twenty."""
     whole = values.numel() // (20 * 64) * (20 * 64)
     return values[:whole].view(-1, 20, 64)[:, 0]
 
@@ -227,7 +227,10 @@ def _check(numel: int, device: torch.device) -> None:
 
 
 def _equal_sides(sides: dict[str, Side], there: dict[str, Side]) -> dict[str, Side]:
-    """Return what must have our bits, by what messages call it; ``there`` is on the GPU."""
+    """Return the sides that must have our bits, by their names in messages.
+
+    ``there`` has the sides on the GPU.
+    """
     found = {
         "torch's fused AdamW": sides["fused"],
         "our step out of place": sides.get(_APART),
@@ -239,7 +242,7 @@ def _equal_sides(sides: dict[str, Side], there: dict[str, Side]) -> dict[str, Si
 
 
 def _near_sides(sides: dict[str, Side], there: dict[str, Side]) -> dict[str, Side]:
-    """Return what computes in another order, by what messages call it."""
+    """Return the sides that compute in another order, by their names in messages."""
     others = (name for name in sides if name not in ("megafsdp", "fused", _APART, _IN_HALVES))
     near = {f"{name}'s Adam": sides[name] for name in others}
     torchs = (name for name in ("fused", "foreach") if name in there)
@@ -274,10 +277,10 @@ Times = dict[str, list[float]]
 
 
 def _times_ms(job: str, numel: int, repeats: int, device: torch.device) -> tuple[Times, Times]:
-    """Return the times of all sides of one job, whose memory, gigabytes, goes with the call.
+    """Return the times of all sides of one job; its gigabytes of memory are freed on return.
 
-    With subnormal moments the rounds alternate with such on the same memory without; theirs are the
-    second times, else none.
+    With subnormal moments, rounds alternate with rounds without them on the same memory, whose
+    times are the second result; it is empty for other jobs.
     """
     num_arrays = _PROBE_ARRAYS[device.type]
     probed = torch.ones(num_arrays, _TOUCHED_VALUES * numel // num_arrays, device=device)
@@ -325,7 +328,7 @@ def _summary(numel: int, times_ms: dict[str, list[float]], device: torch.device)
     others = [name for name in achieved if name != "megafsdp"]
     rivals = [name for name in others if name not in (_APART, _IN_HALVES)]
     in_halves_ms = medians.get(_IN_HALVES)
-    # Bytes a second are those of one pass; a side that makes several moves more than they say.
+    # The bandwidth is that of one pass; a side that makes several passes moves more than it says.
     return {
         "ms": {name: spread(times) for name, times in times_ms.items()},
         "ratio": {name: medians["megafsdp"] / medians[name] for name in others},

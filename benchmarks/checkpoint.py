@@ -1,11 +1,11 @@
 """Saving and loading a 200M-parameter model with Adam, beside the disk and torch DCP.
 
-In turns, on the same ranks and the same disk: raw (each rank writes, or reads, the bytes of its own
-file in one call, from memory that is there), ``checkpoint.save`` with its checksums, ``dcp.save``
+In turn, on the same ranks and the same disk: raw (each rank writes, or reads, the bytes of its own
+file in one call, with memory already there), ``checkpoint.save`` with its checksums, ``dcp.save``
 of the same tensors. Every side ends with its files on the disk (fsync); removing them is not timed.
 Reads begin with the files' pages dropped from memory. The figure is a ratio of medians. The
-blocking time of an asynchronous save is the call and the wait for its copies, as a step right after
-it waits. ``benchmarks.checkpoint_plan`` is the second half: how long planning takes.
+blocking time of an asynchronous save is the call and the wait for its copies, which a step right
+after it would wait for. ``benchmarks.checkpoint_plan`` is the second half: how long planning takes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Planning a save of 10,000 tensors at a world of 1,024, beside torch DCP's default planner.
 
-One process, torch's ``fake`` backend, as rank 0. The local part is what every rank does: to list
-its tensors and what it writes of them. The global part is what one rank does with what 1,024 ranks
-have sent: to read it, to check it, to describe it; ours writes the manifest and DCP's metadata
-besides, DCP's pickles its metadata. What the other ranks send follows from the layouts, and making
-it up is not timed. Nothing is written of the tensors themselves, on either side.
+One process, torch's ``fake`` backend, as rank 0. The local part is what every rank does: list its
+tensors and what it writes of them. The global part is what one rank does with the lists of 1,024
+ranks: read, check and describe them; ours also writes the manifest and DCP's metadata, DCP's
+planner pickles its metadata. The lists of other ranks follow from the layouts, and making them is
+not timed. The tensors themselves are not written, on either side.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _plan_ours(
                 for region in tensor.uneven_layout.regions(rank)
             ]
             if rank == 1:
-                # Counts of steps are on every rank; which one writes them is a matter of turns.
+                # Every rank has the counts of steps; here rank 1 writes them.
                 chunks += [(key, Chunk(Region((), ()), place)) for key in counts]
             written = replace(own, chunks=chunks, objects={}, files={file: 1})
             sent.append((pickle.dumps(written), None))

@@ -1,4 +1,4 @@
-"""Short training runs in fresh processes: how often one ends otherwise than by exit code 0.
+"""Short training runs in fresh processes: how often one ends with an exit code other than 0.
 
 Threads of collectives that outlive their process group abort a process at the interpreter's exit,
 now and then. Each run trains for a few steps with gathers ahead and reductions under way, keeps its
@@ -101,7 +101,7 @@ def _run_once(manner: str, num_ranks: int) -> list[tuple[int, str]]:
 
 
 class _Stop(Exception):
-    """What cuts a step short."""
+    """Cuts a step short."""
 
 
 def _stop(grad: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ def _train(store: str, rank: int, num_ranks: int, manner: str) -> None:
         megafsdp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    # The interpreter clears this module's globals late: what they hold outlives the function.
+    # The interpreter clears this module's globals late, so their contents outlive the function.
     globals()["_kept"] = [model, optimizer, loss]
     if manner == "mid step":
         layers[1].register_forward_hook(lambda *call: call[-1].register_hook(_stop) and None)

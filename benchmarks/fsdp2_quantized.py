@@ -1,12 +1,12 @@
 """Quantized parameters under torch's FSDP2: host time before a forward, bytes, FusedAdam's step.
 
-Hooks: the median host time of the two gather hooks of a parameter after the first gather, of ours
-and of torchao's float8 weight beside it. Unshard: the host time of all that FSDP2 does for a
-parameter before its unit's forward, and of freeing it again, of plain bf16 parameters, ours and
-torchao's, in turn. Step: FusedAdam on parameters sharded by FSDP2 in bf16, and on the same
-quantized, in turn. All on one thread of one process, on which FSDP2 copies in place of a gather.
+Hooks: the median host time of the two gather hooks of a parameter after the first gather, for our
+weights and for torchao's float8 weight. Unshard: the host time of all that FSDP2 does for a
+parameter before its unit's forward and to free it again, for plain bf16 parameters, ours and
+torchao's, in turn. Step: FusedAdam on parameters sharded by FSDP2 in bf16, and on the same ones
+quantized, in turn. All on one thread of one process, where FSDP2 copies instead of gathering.
 The bytes that are gathered follow from the hooks' inputs; live bytes are the most that a forward
-without gradients has made and not freed, with more and more layers.
+without gradients has allocated and not freed, with more and more layers.
 
 A figure is printed only if the step on quantized parameters has moved main weights, their codes are
 those of a fresh encoding, and live bytes are the same for any number of layers.
@@ -32,7 +32,7 @@ from megafsdp.fsdp.runtime.torch_fsdp import encode_main_weights, shard_of
 from megafsdp.quantize.recipes import RECIPE_NAMES
 
 _WARM_UP = 2
-# Of a unit's forward: with two layers one is gathered while another is there.
+# With two layers, one is gathered while the other is still unsharded.
 _NUM_LAYERS = (2, 4, 8)
 
 
@@ -140,7 +140,7 @@ def _hooks(weight: Any, arguments: tuple[object, ...], repeats: int) -> dict[str
 
     Args:
         weight: The parameter.
-        arguments: Of its first hook.
+        arguments: Arguments of its first hook.
         repeats: Measurements of many calls each.
     """
     inputs, metadata = weight.fsdp_pre_all_gather(*arguments)
@@ -176,7 +176,7 @@ def _torchao_layers(num_layers: int, width: int) -> nn.Sequential:
 
 
 def _unshard(width: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Return the microseconds a parameter of gathering and freeing, of a unit of many."""
+    """Return the microseconds of gathering and freeing for each parameter of a large unit."""
     num_parameters, mesh = 32, init_device_mesh("cpu", (1,))
     models = {"torchao": fully_shard(_torchao_layers(num_parameters, width), mesh=mesh)}
     for name in (None, *RECIPE_NAMES):
@@ -210,7 +210,7 @@ def _forward_peak(recipe: str, width: int, num_layers: int) -> int:
     megafsdp.quantize_(fully_shard(model, mesh=mesh), recipe)
     x = torch.ones(32, width, dtype=torch.bfloat16)
     with LiveBytes() as live, torch.no_grad():
-        # The first forward makes what later ones fill.
+        # The first forward allocates what later ones reuse.
         model(x)
         live.peak = 0
         model(x)

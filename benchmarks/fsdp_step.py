@@ -1,11 +1,11 @@
 """One training step of megafsdp beside one of torch FSDP2: time, collectives and bytes.
 
 The same model, batches, AdamW(fused=True) and clipping on both sides, in the same processes, in
-blocks of a few steps that alternate, so that both meet the same neighbours on the machine. The
-first step of a block is dropped, and so are the first blocks. The figure is the ratio of medians,
-ours over FSDP2's. Bytes are counted on each side in turn with the other side gone. A further row is
-our engine with our optimizer, FusedAdam, which clips within its step. With ``--recipe`` the sides
-are others: quantized_step.py.
+blocks of a few steps that alternate, so that both meet the same load of the machine. The first step
+of a block is dropped, and so are the first blocks. The figure is the ratio of medians, ours over
+FSDP2's. Bytes are counted for one side at a time, with the other side freed. A further row is our
+engine with our optimizer, FusedAdam, which clips within its step. With ``--recipe`` the sides are
+those of quantized_step.py.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _STEPS_A_BLOCK = 4
 _CHECKED_STEPS = 5
 _HOST_STEPS = 4
 _LEAST_SCALE = 1e-6
-# Of gradients relative to the largest element of the tensor, and of losses. Two ranks on CPUs give
-# equal gradients; the norm that clips is summed in another order, and sums of more ranks and atomic
-# additions on GPUs are too: a few units in the last place of each dtype.
+# For gradients relative to the largest element of the tensor, and for losses. Two ranks on CPUs
+# give equal gradients; but the norm that clips is summed in another order, and so are gradients of
+# more ranks and atomic additions on GPUs: a few units in the last place of each dtype.
 _TOLERANCES = {"fp32": 2e-5, "bf16": 1e-2}
 
 
@@ -154,7 +154,7 @@ def _check(shape: Shape, tolerance: float) -> dict[str, float]:
     for number, batch in enumerate(batches, 1):
         losses = [run_step(side, batch)["loss"] for side in sides.values()]
         differences[f"loss of step {number}"] = max(losses) - min(losses)
-    # A NaN is the worst of all, and max() would pass over it.
+    # A NaN is the worst difference, but max() would pass over it.
     worst = max(
         differences, key=lambda n: math.inf if math.isnan(differences[n]) else differences[n]
     )

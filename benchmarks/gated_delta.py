@@ -3,7 +3,7 @@
 Both sides take the same queries, keys, values, decays and factors in fp32 and sum the squares of
 their outputs; they run in one process on one thread and take turns. The figure is the ratio of
 medians of processor time, ours over theirs, for each width of heads and each length of the
-sequence, with as many tokens in all. There is none unless losses and gradients agree.
+sequence, with the same number of tokens. There is no figure unless losses and gradients agree.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megafsdp.models.gated_delta import gated_delta_rule
 
 SIDES = ("megafsdp", "transformers")
 _WARM_UP_REPEATS = 2
-# Of fp32 sums in another order, relative to the largest element.
+# For fp32 sums in another order, relative to the largest element.
 _TOLERANCE = 1e-4
-# Key heads, value heads and their widths: of the toy, and an eighth of the released model's.
+# Key heads, value heads and their widths: those of the toy, and an eighth of the released model's.
 _HEADS = {
     preset: (
         config.linear_num_key_heads // parts,
@@ -97,7 +97,7 @@ def _measure(heads: str, length: int, options: argparse.Namespace) -> dict[str, 
     inputs = _inputs(heads, max(options.tokens // length, 1), length)
     sides = _sides()
     error = _largest_difference([_step(rule, inputs)[1] for rule in sides.values()])
-    # Written so that a NaN is no agreement.
+    # Written so that a NaN counts as a difference.
     if not error <= options.tolerance:
         raise CheckError(
             f"{heads}, T {length}: the sides differ by {error:.1e}, more than {options.tolerance:g}"
@@ -123,7 +123,7 @@ def _inputs(heads: str, num_rows: int, length: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((num_keys, key_dim),) * 2 + ((num_values, value_dim),) + ((num_values,),) * 2
     drawn = [torch.randn(num_rows, length, *shape, generator=generator) for shape in shapes]
-    # Decays of half a token to many, as a layer begins with.
+    # Half-lives from a fraction of a token to many tokens, as those that a layer begins with.
     drawn[3] = -drawn[3].exp()
     drawn[4] = drawn[4].sigmoid()
     return [x.requires_grad_() for x in drawn]

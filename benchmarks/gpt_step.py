@@ -1,7 +1,7 @@
 """The GPT whose training step is timed: its sizes, its two engines, its batches, and a step.
 
-Every engine has the same model, batches, clipping and optimizer. Which of them are compared, and
-what of a step is a figure, is the cases' (fsdp_step.py, quantized_step.py).
+Every engine has the same model, batches, clipping and optimizer. The cases decide which engines are
+compared and what is measured of a step (fsdp_step.py, quantized_step.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build(
     Args:
         shape: What is trained.
         engine: ``megafsdp`` or ``fsdp2``.
-        recipe: Of our engine.
+        recipe: Recipe of our engine.
         has_fused_adam: Whether our optimizer steps, which clips within its step.
     """
     config = type(presets["gpt-toy"])(
@@ -91,7 +91,7 @@ def build(
     if is_ours:
         policy = megafsdp.MixedPrecisionPolicy(param_dtype, torch.float32, recipe=recipe)
         for module in layers:
-            # As FSDP2 does by default; ours would keep the last layer for backward.
+            # FSDP2's default; ours would keep the last layer for backward.
             megafsdp.fully_shard(module, mp_policy=policy, reshard_after_forward=True)
         megafsdp.fully_shard(model, mp_policy=policy)
     else:

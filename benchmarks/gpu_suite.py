@@ -9,7 +9,7 @@ processes are killed and a line of JSON is written to ``DIR/results.jsonl``. A p
 time that those before it left. ``--rehearse`` runs the same code on a CPU with tiny sizes, where
 marks of speed do not count. The exit code is 1 if a part failed or missed a mark that counts.
 
-This file imports the standard library alone: it reports also where torch cannot be imported.
+This file imports only the standard library, so it reports even if torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part:
     """One part.
 
     Attributes:
-        number: Chooses it.
+        number: Its number on the command line.
         function: ``module:function``, called with a ``Size`` and a ``Report`` of benchmarks.gpu.
         budget_s: Seconds on a GPU machine.
     """
@@ -117,7 +117,7 @@ def _run_parts(parts: Sequence[Part], out: Path, *, rehearse: bool) -> list[dict
 
 def _run_part(part: Part, out: Path, limit_s: float, *, rehearse: bool) -> dict[str, Any]:
     """Run a part to its end or its limit; return its line of the results."""
-    # In the folder of the results: what a part has reported is there if this process is killed.
+    # In the folder of the results, so that a part's report survives if this process is killed.
     report, log = out / "running.jsonl", out / _LOG
     report.write_bytes(b"")
     with log.open("ab") as stream:
@@ -175,7 +175,7 @@ def _run_process(command: list[str], log: Any, limit_s: float, rehearse: bool) -
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # Also after an end of its own: ranks and workers may have outlived it.
+        # Even if the part ended by itself: ranks and workers may have outlived it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -209,7 +209,7 @@ def _status(code: int | None, limit_s: float, *, is_missed: bool) -> str:
 
 
 def _describe(line: dict[str, Any]) -> str:
-    """Return a line of the results as text: what is a number, and each check."""
+    """Return a line of the results as text: its numbers, and each check."""
     texts = [f"{line['part']:>2} {line['name']}: {line['status']}, {line['seconds']} s"]
     if "error" in line:
         texts.append(f"     {line['error']}")

@@ -1,15 +1,15 @@
 """Host time of the hooks of units beside those of FSDP2, with torch's ``fake`` backend.
 
 A model of many thin layers is stepped plain, sharded by megafsdp and sharded by FSDP2, in one
-process a world. Each layer is a unit of 12 tiny parameters, so kernels cost next to nothing; what a
-sharded step takes longer than the plain one is what its hooks cost: Python, dispatch, and operators
-on flat buffers. A step is forward, backward, and the clearing of gradients; the optimizer's step
-comes between steps and is not timed. Sides run blocks of steps in turn, and the fastest step of a
-block counts. The figure is the ratio of medians, ours over FSDP2's.
+process for each world size. Each layer is a unit of 12 tiny parameters, so kernels cost next to
+nothing; the extra time of a sharded step over the plain one is the cost of its hooks: Python,
+dispatch, and operators on flat buffers. A step is forward, backward, and the clearing of gradients;
+the optimizer's step comes between steps and is not timed. Sides run blocks of steps in turn, and
+the fastest step of a block counts. The figure is the ratio of medians, ours over FSDP2's.
 
 The fake backend fills a gather with one operator a rank, which at 512 ranks would take longer than
-the hooks. A stand-in gives both sides the same by one operator, and its time is left out; sums are
-those of ranks with equal gradients. It is taken for NCCL: the library makes sums and means.
+the hooks. A stand-in gives both sides the same with one operator, and its time is left out; sums
+are those of ranks with equal gradients. Both engines treat it as NCCL, which makes sums and means.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="blocks a side after warm-up")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=8)
-    # Of gradients, relative to the largest element: sides round alike but for the mean.
+    # For gradients, relative to the largest element: sides round alike except for the mean.
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of the check")
 
 
@@ -109,7 +109,7 @@ class _ThinLayer(nn.Module):
         y = x
         for weight, bias in zip(self.weights, self.biases, strict=True):
             y = torch.addmm(bias, y, weight)
-        # Rows sum to 1, also if all are the same: activations and gradients keep their size.
+        # Rows sum to 1, even if all are the same, so activations and gradients keep their size.
         return torch.add(x, y.sin(), alpha=0.1)
 
 
@@ -123,11 +123,11 @@ class _Side:
         if name != _PLAIN:
             shard = megafsdp.fully_shard if name == SIDES[0] else torch_fully_shard
             for layer in self.model:
-                # As FSDP2 does by default; ours would keep the last layer for backward.
+                # FSDP2's default; ours would keep the last layer for backward.
                 shard(layer, reshard_after_forward=True)
             shard(self.model)
         self.parameters = list(self.model.parameters())
-        # A step without a change: weights count as written, as in training, and stay equal.
+        # A step that changes nothing: weights count as written, as in training, but stay equal.
         self._optimizer = torch.optim.SGD(self.parameters, lr=0.0, foreach=True)
         self._batch = torch.randn(2, shape.width)
 
@@ -149,12 +149,12 @@ class _Side:
         return 1e3 * (spent_s - self._backend.spent_s)
 
     def block(self) -> float:
-        """Return the fastest of a few steps: neighbours on the machine add time to the others."""
+        """Return the fastest of a few steps: other load of the machine slows some of them."""
         return min(self.step() for _ in range(_STEPS_A_BLOCK))
 
 
 class Backend:
-    """A stand-in for NCCL: what the fake backend does with one operator a rank, by one operator.
+    """A stand-in for NCCL: does with one operator what the fake backend does with one a rank.
 
     Attributes:
         calls: Collectives by kind.
@@ -172,7 +172,7 @@ class Backend:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """Stand between torch's functions and the backends of all process groups."""
-        # torch 2.13 has second names for all of them; 2.11 has the first alone.
+        # torch 2.13 has second names for all of them; 2.11 has only the first.
         names = {
             self._gather: ("_allgather_base", "all_gather_single"),
             self._gather_coalesced: (
@@ -234,7 +234,7 @@ def _as_nccl(config: str) -> dict[str, str]:
 
 def _measure(world: int, shape: Shape, repeats: int, tolerance: float) -> dict[str, object]:
     """Check the sides as rank 0 of a world, then time them; runs in a process of its own."""
-    # FSDP2 says FutureWarning about the names it calls itself.
+    # FSDP2 raises FutureWarning for names that it calls itself.
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=world)
@@ -255,14 +255,14 @@ def _check(plain: _Side, side: _Side, backend: Backend, tolerance: float) -> dic
         The worst difference relative to the largest element of a tensor, and the collectives.
 
     Raises:
-        CheckError: A gradient is absent, is no DTensor of its parameter's shape, or has other
-            values; or the collectives are not two gathers and one reduction a layer.
+        CheckError: A gradient is absent, is not a DTensor of its parameter's shape, or has wrong
+            values; or the collectives are not two gathers and one reduction for each layer.
     """
-    # The first forward finds the root, and compares layouts by a collective of its own.
+    # The first forward finds the root and compares layouts with an extra collective.
     side.step()
     with torch.no_grad():
         for ours, theirs in zip(plain.model, side.model, strict=True):
-            # Each rank has the same shard as this one, so weights are not those that were sharded.
+            # The stand-in repeats this rank's shard, so gathered weights are not the original ones.
             theirs.unshard()
             for own, full in zip(ours.parameters(), theirs.parameters(), strict=True):
                 own.copy_(full)

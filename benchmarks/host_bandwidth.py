@@ -1,4 +1,4 @@
-"""What the host's memory gives the Adam kernel while copies over a link run beside it.
+"""The memory bandwidth that the Adam kernel gets on the host while copies over a link run.
 
 The kernel reads bf16 gradients and writes a bf16 copy, in place and out of place. Probes of these
 two kinds take turns with it, one that reads and writes an array and one that copies it to another,
@@ -21,12 +21,12 @@ from megafsdp.optimizer.kernels.hyper import AdamHyper
 
 # Main weight and two moments read and written, a gradient read, a copy written.
 KERNEL_BYTES_PER_ELEMENT = 28
-# As much memory as weight and moments take: less would stay in a cache that the kernel's does not.
+# As much memory as weight and moments take: less would fit a cache that the kernel's does not fit.
 _PROBE_ARRAYS = 3
 _PROBE_BYTES_PER_ELEMENT = 8 * _PROBE_ARRAYS
 _WARM_UP_REPEATS = 2
-# Together larger than the caches, so that copies take their part of the memory; and each so large
-# that a link is given them faster than it makes them.
+# Together larger than the caches, so that copies use memory bandwidth; and each so large that they
+# are issued faster than the link makes them.
 _COPY_NBYTES, _NUM_COPIES = 1 << 26, 2
 _MOST_TRIES = 6
 _PROBE, _IN_PLACE, _OUT_OF_PLACE = "probe", "kernel in place", "kernel out of place"
@@ -48,11 +48,11 @@ def measure(
         numel: Elements that a pass covers.
         repeats: Passes of each kind after warm-up; the median counts.
         link: Copies both ways.
-        link_bytes_per_s: Its speed, by which enough copies are issued to outlast a pass.
+        link_bytes_per_s: Its speed, from which enough copies are issued to outlast a pass.
         device: Where the link copies to and from.
 
     Returns:
-        By what is run, its speed ``alone`` and ``beside transfers``.
+        For each probe or kernel, its speed ``alone`` and ``beside transfers``.
     """
     calls = _calls(numel)
     pump = _Pump(link, link_bytes_per_s, device)
@@ -62,7 +62,7 @@ def measure(
     for repeat in range(_WARM_UP_REPEATS + repeats):
         for name, (call, _) in calls.items():
             alone_s = _time_s(call)
-            # Copies that end before the pass does would leave its rest alone.
+            # Copies must not end before the pass does.
             with_s = pump.time_s(call, expected_s=2 * alone_s)
             if repeat >= _WARM_UP_REPEATS:
                 seconds[name]["alone"].append(alone_s)
@@ -77,7 +77,7 @@ def measure(
 
 
 def _calls(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return what is timed, and the bytes of an element that each reads and writes."""
+    """Return the calls to time, and the bytes that each reads and writes for an element."""
     num_arrays = 2 * _PROBE_ARRAYS + 10
     arena = HostArena(numel * num_arrays * torch.float32.itemsize, is_pinned=False)
 
@@ -128,7 +128,7 @@ class _Pump:
         """Return the seconds of a call during which copies were under way from end to end.
 
         Raises:
-            CheckError: They ended before the call each time.
+            CheckError: The copies ended before the call in every try.
         """
         for _ in range(_MOST_TRIES):
             last = self._start(expected_s)
@@ -142,7 +142,7 @@ class _Pump:
         raise CheckError(f"copies for {expected_s:.2f} s ended within a call of {elapsed_s:.2f} s")
 
     def _start(self, seconds: float) -> list[Transfer]:
-        """Issue copies that take so long; return the last of each direction."""
+        """Issue copies that take a number of seconds; return the last of each direction."""
         last: list[Transfer] = []
         for number in range(1 + int(seconds * self._bytes_per_s / _COPY_NBYTES)):
             at = number % _NUM_COPIES

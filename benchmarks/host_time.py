@@ -1,9 +1,9 @@
 """Where the host time of our steps goes: hooks of units, work on flat buffers, and waiting.
 
-Two passes over the same steps. The first replaces the entry points of the hooks, and what they call
-that is not bookkeeping, by timed ones. The second asks torch's profiler how long collectives ran on
-gloo's own threads and compares that with how long the main thread waited for them; NCCL runs on
-streams, where the host never waits, so there the share is None.
+Two passes over the same steps. The first replaces the entry points of the hooks, and the functions
+that they call besides bookkeeping, by timed ones. The second asks torch's profiler how long
+collectives ran on gloo's own threads and compares that with how long the main thread waited for
+them; NCCL runs on streams, where the host never waits, so its share is None.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HOOKS = (
     (FSDPContext, "inputs_done"),
     (FSDPContext, "end_backward"),
 )
-# What hooks spend beside bookkeeping. The time of an inner one counts for it alone.
+# Parts of hooks besides bookkeeping. The time of an inner part does not count for the outer one.
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (Pending, "wait", _WAITING),
     (agreement, "start_all_reduce", _USAGE),
@@ -54,7 +54,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (collectives, "_reduce_scatter_single", ISSUING),
     (collectives, "_exchange", ISSUING),
 )
-# Collectives of data; the small all-reduces of the norm and of usage are blocking by nature.
+# Collectives of data; the small all-reduces of the norm and of usage always block.
 _GLOO_EVENTS = ("gloo:all_gather", "gloo:all_to_all")
 _WARM_UP_STEPS = 3
 
@@ -65,12 +65,12 @@ Report = dict[str, dict[str, float] | float | None]
 class HostTime:
     """Seconds by part, each without the parts inside it.
 
-    Parts that block count by the clock, the others by the thread's processor time, which busy
-    neighbours on the machine do not inflate.
+    Parts that block count by the clock, the others by the thread's processor time, which other load
+    of the machine does not inflate.
 
     Attributes:
         seconds: ``bookkeeping`` is what hooks spend outside every other part.
-        num_calls: Calls by part; of ``bookkeeping``, the number of hooks.
+        num_calls: Calls by part; for ``bookkeeping``, the number of hooks.
     """
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -78,7 +78,7 @@ class HostTime:
     _inner_s: list[list[float]] = field(default_factory=list)
 
     def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Return ``function`` with its own time added to ``part``, inside hooks alone."""
+        """Return ``function`` with its own time added to ``part``, only inside hooks."""
         is_hook = part == _BOOKKEEPING
         which = 0 if part in _BLOCKING else 1
 

@@ -24,9 +24,9 @@ def launch(
 ) -> object:
     """Run ``function(*args)`` on ranks of a fresh process group, one thread each.
 
-    NCCL with one rank a GPU if there are enough GPUs, else gloo on the CPU; there the C library
+    NCCL with one rank a GPU if there are enough GPUs, else gloo on the CPU. There the C library
     keeps freed memory, as in training, so that no side's time depends on what lies at the end of
-    the heap. Tensors on the host go through gloo in any case.
+    the heap. Tensors on the host always go through gloo.
 
     Args:
         function: A module-level function.
@@ -64,7 +64,7 @@ def _run_rank(
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
-    # FSDP2 says FutureWarning about the names it calls itself.
+    # FSDP2 raises FutureWarning for names that it calls itself.
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     is_cuda = not shares_gpu and device_type(num_ranks) == "cuda"

@@ -2,7 +2,7 @@
 
 Units are layers, the embedding, and the final norm with the output layer; projections are separate
 parameters, experts are stacks. With expert parallelism each rank has some matrices of a stack, in a
-group of its own that fewer ranks divide. Shapes are those of the public models.
+separate group that fewer ranks divide. Shapes are those of the public models.
 """
 
 from __future__ import annotations

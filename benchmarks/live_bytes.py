@@ -1,4 +1,4 @@
-"""The bytes of all tensors that are made within a block of code and still there."""
+"""The bytes of all tensors that are made within a block of code and still alive."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count storages by what they have at the moment: freed and resized ones as they are.
+    """Count storages by their present sizes, after being freed or resized.
 
     Attributes:
-        peak: The most that there was after an operator.
+        peak: The most bytes alive after any operator.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         given = {id(storage) for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in _storages(found):
-            # A view of what was there before has made nothing.
+            # A view of an older storage has allocated nothing.
             if id(storage) not in given:
                 self._storages[id(storage)] = weakref.ref(storage)
         self.peak = max(self.peak, self.total())

@@ -1,8 +1,8 @@
-"""Bytes of tensors: what is alive at rest, and the peak within a call.
+"""Bytes of tensors: those alive at rest, and the peak within a call.
 
 At rest: the distinct storages of all tensors that Python can reach. Within a call: the allocation
 events of torch's profiler, which see every allocation, release and resize of a storage, autograd's
-and the collectives' included. The same on both sides of a comparison.
+and the collectives' included. Both sides of a comparison are counted alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def resting_nbytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     with warnings.catch_warnings():
-        # Walking all objects touches lazy modules that warn.
+        # Walking all objects touches lazy modules, which warn.
         warnings.simplefilter("ignore")
         for obj in gc.get_objects():
             if type(obj) is torch.nn.Parameter or issubclass(type(obj), torch.Tensor):

@@ -1,11 +1,11 @@
-"""The mixture of experts that ours is compared with: torch's modules, public API alone.
+"""The mixture of experts that ours is compared with, made of torch's public API only.
 
 The same Qwen3-MoE in plain torch under FSDP2, with expert parallelism by all-to-all in the manner
 of torchtitan: stacks of experts are DTensors cut on dim 0 over the ep axis, sharded as units of
-their own where several ranks have the same experts; copies of tokens are sorted by expert,
-exchanged by counts, sorted again, multiplied by ``grouped_mm``, and brought back. Where torch has
-several ways to one result, the one that was the fastest on a CPU is taken. Nothing is imported from
-megafsdp but the description of the model.
+their own if several ranks have the same experts; copies of tokens are sorted by expert, exchanged
+by counts, sorted again, multiplied by ``grouped_mm``, and brought back. If torch has several ways
+to a result, the one that was the fastest on a CPU is used. Only the description of the model is
+imported from megafsdp.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Experts(nn.Module):
     """Stacks (E, 2I, H), gate above up, and (E, H, I).
 
     Attributes:
-        grad_divisor: What the gradients are divided by here; 1 where FSDP2 does it.
+        grad_divisor: What the gradients are divided by here; 1 if FSDP2 divides them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -85,7 +85,7 @@ class Mixture(nn.Module):
     """Router, dispatch and experts.
 
     Attributes:
-        ep: The ranks that share the experts out; set by :func:`cut_experts`.
+        ep: The ranks that share out the experts; set by :func:`cut_experts`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -192,7 +192,7 @@ def build(model: TorchMoE, num_ep: int, device_type: str) -> Side:
         # The gradients of an expert sum the tokens of all ranks.
         if shape[0] > 1:
             fully_shard(stacks, mesh=experts["edp"]).set_gradient_divide_factor(num_ranks)
-            # gloo has no sum with a factor.
+            # gloo cannot sum with a factor.
             stacks.set_force_sum_reduction_for_comms(True)
         else:
             # FSDP2 would copy them to a buffer and back, though one rank has nothing to gather.
@@ -213,7 +213,7 @@ def cut_experts(mixture: Mixture, ep: DeviceMesh) -> None:
 
 
 def _clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip by the norm of all gradients, of which each rank has parts that no other has."""
+    """Clip by the norm of all gradients; each rank has parts that no other rank has."""
     groups = _by_mesh(parameters)
     grads = [_local(p.grad) for group in groups for p in group if p.grad is not None]
     square = nn.utils.get_total_norm(grads) ** 2
@@ -225,7 +225,7 @@ def _clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide sharded parameters by their meshes, which torch's foreach operators do not mix."""
+    """Group sharded parameters by mesh, as torch's foreach operators do not mix meshes."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in parameters:
         assert isinstance(parameter, DTensor), "FSDP2 has sharded it"

@@ -1,10 +1,11 @@
 """One training step of a mixture of experts with expert parallelism, ours beside torch's.
 
-The toy Qwen3-MoE on both sides: ours of megafsdp.parallel under this package's ``fully_shard``,
-torch's of moe_rival.py under FSDP2, which exchanges tokens as ours does. Equal weights, batches,
-AdamW(fused=True) and clipping; steps_in_turn.py says what the figure is. There is none either if
-torch's mixture copies anything that its operators would take as it is: its forward and backward are
-profiled. The bytes that gather experts are counted with and without expert parallelism.
+The toy Qwen3-MoE on both sides: ours from megafsdp.parallel under this package's ``fully_shard``,
+torch's from moe_rival.py under FSDP2, which exchanges tokens as ours does. Equal weights, batches,
+AdamW(fused=True) and clipping; steps_in_turn.py says what the figure is. There is no figure if
+torch's mixture makes needless copies, of tensors that its operators would take as they are: its
+forward and backward are profiled. The bytes of the experts' gathers are counted with and without
+expert parallelism.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Run the shape on each mesh; return the results.
 
     Raises:
-        Exception: The sides disagree, or torch's copies without need; no figure is given then.
+        Exception: The sides disagree, or torch's makes needless copies; no figure is given then.
     """
     shape = Shape(
         options.layers,
@@ -141,7 +142,7 @@ def _build(shape: Shape, side: str, meshes: Meshes) -> Side:
 def _shard(model: LanguageModel, meshes: Meshes, experts: DeviceMesh | None) -> Side:
     parallelize(model, meshes)
     for layer in (m for m in model.modules() if isinstance(m, TransformerLayer)):
-        # As FSDP2 does by default; ours would keep the last layer for backward.
+        # FSDP2's default; ours would keep the last layer for backward.
         megafsdp.fully_shard(
             layer, mesh=meshes.data, expert_mesh=experts, reshard_after_forward=True
         )
@@ -151,13 +152,13 @@ def _shard(model: LanguageModel, meshes: Meshes, experts: DeviceMesh | None) -> 
 
 @torch.no_grad()
 def _copy(ours: nn.Module, theirs: nn.Module) -> None:
-    """Give torch's model our weights: modules stand in the same order on both sides."""
+    """Copy our weights to torch's model: modules are in the same order on both sides."""
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         other.copy_(own)
 
 
 def _batches(shape: Shape, device: str, num: int) -> list[Tensor]:
-    # Seeds by which no token has equal scores in the checked steps: of those, the last bit chooses.
+    # With these seeds no token has equal scores in the checked steps; their last bit would choose.
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     size = (shape.batch, shape.sequence + 1)
     vocab_size = _config(shape).vocab_size
@@ -195,7 +196,7 @@ def _copies_of_rival(shape: Shape, meshes: Meshes) -> dict[str, int]:
     moe_rival.cut_experts(mixture, meshes.ep)
     size = (shape.batch, shape.sequence, shape.hidden)
     x = torch.randn(size, device=meshes.data.device_type, requires_grad=True)
-    # Random, as a sum's gradient is expanded and would be copied.
+    # Random weights: the gradient of a plain sum is expanded and would be copied.
     weights = torch.randn(size, device=x.device)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         (mixture(x) * weights).sum().backward()
@@ -207,7 +208,7 @@ def _expert_gather_nbytes(shape: Shape, meshes: Meshes) -> dict[str, int]:
     """Count the bytes of a step's gathers of experts, with expert parallelism and without."""
     device, num_ranks = meshes.data.device_type, dist.get_world_size()
     whole = ParallelDims().build(device)
-    # A mesh of the same ranks by another name: experts then have gathers of their own.
+    # A mesh of the same ranks under another name, so that experts have gathers of their own.
     every = init_device_mesh(device, (num_ranks,), mesh_dim_names=("edp",))
     data = meshes.data.get_group().group_name
     nbytes, dense_nbytes = [], 0

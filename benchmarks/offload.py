@@ -4,16 +4,16 @@ Without a GPU the device is simulated (see benchmarks/simulated_device.py): laye
 copies go over a link of a given speed; every record says so. With one the same table is made of a
 real GPT, beside torch FSDP2 with its CPU offload.
 
-Each fraction is measured by itself: HybridDeviceOptimizer that steps after the norm is known, the
-same ahead of it, and a hybrid with one torch optimizer for each parameter, beside both kinds with
-nothing offloaded. All train the same model on the same inputs in blocks of steps that alternate,
-and must give the same losses and weights; on CUDA, where sums change from run to run, losses within
-0.01. *Exposed* is what a step takes longer than with nothing
-offloaded; the *overlap* is the part of copies and host's kernel that does not show.
+Each fraction is measured by itself: HybridDeviceOptimizer stepping after the norm is known, the
+same stepping before, and a hybrid with one torch optimizer for each parameter, beside both kinds
+with nothing offloaded. All train the same model on the same inputs in blocks of steps that
+alternate, and must give the same losses and weights; on CUDA, where sums change from run to run,
+losses within 0.01. *Exposed* is the extra time of a step over one with nothing offloaded; the
+*overlap* is the part of copies and host's kernel that does not show.
 
-A simulated device is measured at two speeds. At ``free`` the host's 32 bytes an element fit in the
-time of the layers ``--room`` times, by what a probe of the host's memory gives in the same run; at
-``tight`` half as often.
+A simulated device is measured at two speeds. At ``free`` the layers take ``--room`` times as long
+as the host needs for its 32 bytes an element, by a probe of the host's memory in the same run; at
+``tight`` half as long.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _targets(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what is wanted at the first size with the largest fraction, and what is there."""
+    """Return the targets at the first size with the largest fraction, and the results."""
     fractions = next(iter(results["sizes"].values()))["fractions"]
     ours = fractions[max(fractions, key=float)][AHEAD]
     speeds = {name: speed["beside transfers"] for name, speed in results["gb_per_s"].items()}

@@ -44,7 +44,7 @@ _WARM_UP_STEPS = 8
 _NEVER_CLIPS = 1e9
 _PROBE_NUMEL, _PROBE_REPEATS = 1 << 25, 25
 _LINK_NBYTES, _LINK_REPEATS = 1 << 28, 5
-# Of a loss near 10: attention and embeddings add up in an order that changes from run to run.
+# For a loss near 10: the order of sums in attention and embeddings changes from run to run.
 LOSS_TOLERANCE = 1e-2
 
 
@@ -63,8 +63,8 @@ def measure(shape: Shape, options: Options) -> dict[str, object]:
     Raises:
         CheckError: Losses of some side differ from those with nothing offloaded.
     """
-    # Probes and FSDP2's optimizer take torch's threads, of which the launcher leaves a rank one.
-    # Ours takes as many by itself.
+    # Probes and FSDP2's optimizer use torch's threads; the launcher leaves a rank only one. Our
+    # optimizer takes this number by itself.
     torch.set_num_threads(share_of_cores())
     device = torch.device("cuda", torch.cuda.current_device())
     link = link_of(device_handle("cuda"))
@@ -156,7 +156,7 @@ def make_setting(shape: Shape, device: torch.device) -> Setting:
         return Side(model, loss_of(model), _TorchOnHost(model))
 
     def synchronize() -> None:
-        # Of the compute alone: the streams of copies run on into the next step.
+        # Wait for the compute only: the streams of copies run on into the next step.
         event = handle.record_event()
         if event is not None:
             event.synchronize()
@@ -171,7 +171,7 @@ def make_setting(shape: Shape, device: torch.device) -> Setting:
 
 
 class _TorchOnHost:
-    """AdamW over parameters of FSDP2 on the host, with clipping as the other sides clip."""
+    """AdamW over parameters of FSDP2 on the host, clipping as the other sides do."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())

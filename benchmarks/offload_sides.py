@@ -1,4 +1,4 @@
-"""The sides of the offload case: who trains with what, in turn, and what is made of their times.
+"""The sides of the offload case: what each trains with, their turns, and figures from their times.
 
 Used for simulated and real devices alike; a :class:`Setting` says what differs.
 """
@@ -30,17 +30,17 @@ NORM_FIRST, AHEAD = "norm first", "ahead of the norm"
 RIVAL = "one optimizer a parameter"
 SIDES = (BASE, NORM_FIRST, AHEAD, RIVAL_BASE, RIVAL)
 _BASE_OF = {NORM_FIRST: BASE, AHEAD: BASE, RIVAL: RIVAL_BASE}
-# At a learning rate of 1e-3 the losses of wide models part within ten steps by what rounding makes.
+# At a learning rate of 1e-3, rounding makes the losses of wide models part within ten steps.
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# Gradients and weights cross the link in bf16; fp32 states of a weight are two.
+# Gradients and weights cross the link in bf16; a weight has two fp32 states.
 _LINK_BYTES_PER_ELEMENT = 2
 _STATE_BYTES_PER_ELEMENT = 8
-# Below what a loaded machine shows; a ratio to less would say nothing.
+# Smaller times are noise on a loaded machine, and a ratio to them would say nothing.
 _LEAST_EXPOSED_MS = 0.1
 
 
 class Stepped(Protocol):
-    """What the sides need of an optimizer."""
+    """What the sides need from an optimizer."""
 
     grad_norm: torch.Tensor | None
 
@@ -51,7 +51,7 @@ class Stepped(Protocol):
         """Clear gradients."""
 
     def synchronize(self) -> None:
-        """Wait for what runs beside the caller."""
+        """Wait for work that runs beside the caller."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Setting:
 
     Attributes:
         build: Returns the sharded model and the loss of a step by number.
-        link: Makes the link of one side, which closes it.
-        max_grad_norm: Clips.
+        link: Makes the link of one side; the side closes it.
+        max_grad_norm: The norm that clips.
         synchronize: Waits for the device's compute.
         idle_ms: Returns how long a simulated device has had nothing to do within steps so far.
         others: Further sides by name, each a function that builds one; with them :func:`check`
@@ -93,7 +93,7 @@ class Setting:
 
 @dataclass
 class Side:
-    """A model, what steps it, and what it has shown."""
+    """A model, its optimizer, and its results."""
 
     model: nn.Module
     loss: Callable[[int], torch.Tensor]
@@ -115,7 +115,7 @@ class Side:
         return 1e3 * (time.perf_counter() - begin_s)
 
     def block(self, setting: Setting, num_steps: int) -> list[float]:
-        """Train some steps with nothing of others under way; return all times but the first."""
+        """Train some steps with no work of others under way; return all times but the first."""
         self.idle_ms.clear()
         times_ms = [self.step(setting) for _ in range(num_steps)]
         self.optimizer.synchronize()
@@ -123,7 +123,7 @@ class Side:
 
 
 def build_side(name: str, fraction: float, setting: Setting) -> Side:
-    """Return one side as it begins."""
+    """Return one side in its initial state."""
     model, loss = setting.build()
     parameters = list(model.parameters())
     optimizer: Stepped
@@ -167,7 +167,7 @@ def check(sides: dict[str, Side], what: str, *, loss_tolerance: float = 0.0) -> 
 
     Args:
         sides: The first has nothing offloaded.
-        what: Said in the error.
+        what: What the error names.
         loss_tolerance: How far losses may differ; weights are compared if it is zero.
 
     Returns:
@@ -205,7 +205,7 @@ class Timed:
     """Times of one side.
 
     Attributes:
-        step_ms: Of each timed step, by the clock.
+        step_ms: Time of each timed step, by the clock.
         idle_ms: How long a simulated device had nothing to do in each.
     """
 
@@ -215,7 +215,7 @@ class Timed:
     def on_device_ms(self) -> list[float]:
         """Return the times of a device that never waits for the calling thread within a step.
 
-        For sides with nothing on the host, where that thread does what a device would do itself.
+        For sides with nothing on the host: there that thread does what a device would do itself.
         """
         return [step - idle for step, idle in zip(self.step_ms, self.idle_ms, strict=True)]
 
@@ -238,7 +238,7 @@ def summarize(
     gb_per_s: dict[str, dict[str, float]],
     link_gb_per_s: float,
 ) -> dict[str, dict[str, Any]]:
-    """Return what is recorded of each side of a fraction."""
+    """Return the record of each side of a fraction."""
     found: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         is_base = name in _BASE_OF.values()
@@ -287,7 +287,7 @@ def _nbytes(side: Side) -> dict[str, int]:
 def _work_ms(
     name: str, side: Side, gb_per_s: dict[str, dict[str, float]], link_gb_per_s: float
 ) -> dict[str, float]:
-    """Return the milliseconds that copies and host take, each by itself."""
+    """Return the milliseconds that copies and the host's kernel each take by themselves."""
     optimizer = side.optimizer
     if isinstance(optimizer, PerParameterHybrid):
         numel, host_ms = optimizer.host_numel, 1e3 * optimizer.host_s

@@ -30,7 +30,7 @@ from benchmarks.simulated_device import (
 )
 from megafsdp.device.host_copies import ThreadLink
 
-# What a step with bf16 gradients and copies moves in the host's memory, the link's part included.
+# Bytes that a step with bf16 gradients and copies moves in host memory, the link's part included.
 _HOST_BYTES_PER_ELEMENT = 32
 _WARM_UP_STEPS = 8
 _PROBE_NUMEL, _PROBE_REPEATS = 1 << 24, 25
@@ -46,10 +46,10 @@ class Shape:
     """What is simulated.
 
     Attributes:
-        layers: Each a unit.
-        hidden: 12 hidden**2 elements a layer.
+        layers: Number of layers, each a unit.
+        hidden: Hidden size; a layer has 12 hidden**2 elements.
         room: How many times the host's work fits in the time of all layers at the size free.
-        link_bytes_per_s: Each way.
+        link_bytes_per_s: Speed of the link, each way.
     """
 
     layers: int
@@ -121,7 +121,7 @@ def make_setting(
     *,
     max_grad_norm: float,
 ) -> Setting:
-    """Return a simulated device, whose layers may be given other times between steps."""
+    """Return a simulated device; ``times`` of its layers may be changed between steps."""
     device = SimulatedDevice()
 
     def build() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
@@ -173,7 +173,7 @@ class _Fraction:
     def measure(
         self, times: dict[str, Times], options: Options, gb_per_s: dict[str, dict[str, float]]
     ) -> dict[str, dict[str, Any]]:
-        """Return what is recorded of all sides at every size, once all steps are checked."""
+        """Return the records of all sides at every size, once all steps are checked."""
         warm_up(self._sides, self._setting, _WARM_UP_STEPS)
         rows = {}
         for size, own in times.items():

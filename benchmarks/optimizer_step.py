@@ -1,11 +1,11 @@
 """Host time of an optimizer's step over a sharded model of a thousand small parameters.
 
-The tensors are tiny, so a step is what Python, dispatch and DTensors cost. FusedAdam on our
-parameters beside torch.optim.AdamW on the same DTensors, on FSDP2's, on ``local_parameters()``, and
-on as many plain tensors that nothing has sharded; fused everywhere, and on the DTensors also as it
-is by default, which on a CPU is operator by operator. Every side runs its own forward and backward,
-on equal models, and only ``optimizer.step()`` is timed. Sides take turns, and all must end with
-equal weights.
+The tensors are tiny, so a step's time is the cost of Python, dispatch and DTensors. FusedAdam on
+our parameters is timed beside torch.optim.AdamW on the same DTensors, on FSDP2's, on
+``local_parameters()``, and on as many plain unsharded tensors; AdamW is fused everywhere, and on
+the DTensors also in its default form, which on a CPU runs operator by operator. Every side runs its
+own forward and backward, on equal models, and only ``optimizer.step()`` is timed. Sides take turns,
+and all must end with equal weights.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SIDES = (_FUSED_ADAM, _FUSED, _DEFAULT, _FUSED_FSDP2, _DEFAULT_FSDP2, _LOCAL, _P
 _COLUMNS = 8
 _HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 1e-2}
 _WARM_UP_STEPS = 3
-# Of weights of size 1: sides that round in another order differ by a few units in the last place.
+# For weights of size 1: sides that round in another order differ by a few units in the last place.
 _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is stepped: layers, each a unit, of so many parameters of so many elements."""
+    """What is stepped: layers, each a unit, their numbers of parameters and of elements."""
 
     layers: int
     parameters: int
@@ -123,7 +123,7 @@ def _build(name: str, shape: Shape) -> Side:
 
 
 def _step(side: Side) -> float:
-    """Run one step; return the milliseconds of the optimizer's."""
+    """Run one training step; return the milliseconds of the optimizer's step."""
     side.model(torch.zeros(())).backward()
     start = time.perf_counter()
     side.optimizer.step()

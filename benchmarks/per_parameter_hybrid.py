@@ -5,7 +5,7 @@ the host, each has an optimizer of its own there over an fp32 clone, and a step 
 the host, steps those optimizers in turn and copies weights back, while later copies run. Everything
 happens inside ``step()``, after clipping. Each optimizer is ``torch.optim.AdamW(fused=True)``, the
 fastest of torch's forms on a CPU. Gradients cross the link in their own dtype, weights in fp32,
-straight into the main weights on the device. What stays there is stepped by FusedAdam.
+straight into the main weights on the device. FusedAdam steps the parameters that stay there.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class PerParameterHybrid:
         parameters: Sharded parameters, in forward order, with fp32 main weights.
         offload_fraction: Parameters at the front are offloaded until they hold this part of all
             elements.
-        link: Copies; is closed with the optimizer.
-        max_grad_norm: Clips.
-        dtype: Of the gradients that cross the link.
-        **hyper: Of both optimizers.
+        link: Makes the copies; closed with the optimizer.
+        max_grad_norm: The norm that clips.
+        dtype: Dtype of the gradients that cross the link.
+        **hyper: Hyperparameters of both optimizers.
 
     Attributes:
         host_numel: Elements on the host.
@@ -99,7 +99,7 @@ class PerParameterHybrid:
             for own in self._on_host
         ]
         if self._rest is not None:
-            # Where GradScaler puts what gradients are divided by, FusedAdam takes any factor.
+            # FusedAdam takes any divisor of gradients in the attribute that GradScaler sets.
             self._rest.grad_scale = 1 / factor.double()  # type: ignore[attr-defined]
             self._rest.step()
         uploads = self._step_host(transfers, factor.item())

@@ -1,11 +1,11 @@
 """Quantization's kernels on a CPU beside torch's eager formula and torchao.
 
-Weights, fp32: maxima and codes of the whole from both, each alone, and values in bf16 from codes.
-Inputs, bf16: blocks along features and along tokens. Our side runs at every instruction set that
-the processor has but the scalar one. Sides take turns in every repeat, and of two calls in a row
-the second is timed. A copy of fp32 values from one array to another takes its turn too; bytes a
-second stand beside its own. At last a refresh of a shard, through bf16, beside the step of Adam
-that comes before it, at the same instruction set.
+Weights, fp32: maxima and codes together, each alone, and bf16 values from codes. Inputs, bf16:
+blocks along features and along tokens. Our side runs at every instruction set of the processor
+except the scalar one. Sides take turns in every repeat, and the second of two calls in a row is
+timed. A copy of fp32 values from one array to another takes its turn too, and bandwidths are shown
+beside its own. Last comes the refresh of a shard, through bf16, beside the step of Adam that comes
+before it, at the same instruction set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megafsdp.quantize.tiles import Fragment
 
 _CPU = torch.device("cpu")
 _WARM_UP_REPEATS = 2
-# Short calls are repeated more often than was asked for, up to a factor.
+# Short calls are repeated more often than asked for, up to this factor.
 _MOST_TIMES_THE_REPEATS = 5
 _WEIGHTS = (FP8_CURRENT, FP8_BLOCK, MXFP8, NVFP4)
 _INPUTS = (TENSOR_E4M3, BLOCK_E4M3, MX_E4M3, NV_E2M1)
@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Check the sides against each other, then time every job.
 
     Raises:
-        CheckError: Our bits are not those of torch's formula, or torchao's are not near; no figure
-            is given then.
+        CheckError: Our bits are not those of torch's formula, or torchao's codes are not near; no
+            figure is given then.
         RuntimeError: The kernels are not compiled.
     """
     native = require_native_module()
@@ -86,7 +86,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 class OurWeight:
-    """A matrix under our kernels, as an engine has it: buffers made once."""
+    """A matrix under our kernels, with buffers made once, as in the engine."""
 
     def __init__(self, weight_format: WeightFormat, values: torch.Tensor) -> None:
         """Allocate what is written."""
@@ -184,7 +184,7 @@ def _measure(side: int, repeats: int, levels: list[str]) -> dict[str, object]:
         for along, where in ((1, "features"), (0, "tokens")):
             timed = _input_times_ms(input_format, narrow, values, along, repeats, levels)
             nbytes = 2 + 1 / input_format.element.codes_per_byte
-            # Without a block of its own, a scale waits for a pass over all values.
+            # A scale that is not a block's own needs a pass over all values first.
             nbytes += 2 * (input_format in (TENSOR_E4M3, NV_E2M1))
             name = f"{input_format.name}, along {where}"
             results[name] = _summary(timed, nbytes, values.numel())
@@ -252,7 +252,7 @@ def _times_ms(
         for repeat in range(_WARM_UP_REPEATS + repeats):
             for name, call in calls.items():
                 os.environ["MEGAFSDP_SIMD"] = name if name in levels else level_of_others
-                # The first call finds what the others left of the caches, and wakes threads.
+                # The first call refills the caches that others have used, and wakes threads.
                 time_ms(call, _CPU)
                 start_s = time.perf_counter()
                 call()
@@ -272,7 +272,7 @@ def _summary(times_ms: Times, nbytes_per_element: float, numel: int) -> dict[str
     achieved = {name: nbytes_per_element * numel / medians[name] / 1e6 for name in levels}
     return {
         "ms": {name: spread(times) for name, times in times_ms.items()},
-        # Theirs over ours, of the times in each round: neighbours on the machine slow both.
+        # Theirs over ours, of the times in each round, as other load of the machine slows both.
         "times_faster": {
             level: {
                 rival: statistics.median(

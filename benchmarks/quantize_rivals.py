@@ -1,7 +1,7 @@
 """Other ways to quantize, for benchmarks/quantize.py: torch's eager operations, and torchao.
 
 torch's sides are the plain formula over whole tiles, with the same bits as our kernels. torchao
-takes part where it is installed and has the format: one scale a tensor, blocks of MX and of NVFP4.
+takes part if it is installed and has the format: one scale a tensor, blocks of MX and of NVFP4.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def eager(coding: TileCoding, shape: tuple[int, int]) -> Rival:
 
 
 def torchao(coding: TileCoding, *, along: int) -> Rival | None:
-    """Return torchao's way; None if it is not installed or has none."""
+    """Return torchao's way; None if it is not installed or lacks the format."""
     if importlib.util.find_spec("torchao") is None:
         return None
     if coding.tile is None:
@@ -76,7 +76,7 @@ def _tensor_wide() -> Rival:
     scaling = _import("torchao.float8.float8_scaling_utils")
     config = _import("torchao.float8.float8_training_tensor")
 
-    # One tensor of both; its parts are looked at by the check alone.
+    # One tensor has codes and scales; only the check takes it apart.
     def quantize(values: torch.Tensor) -> Tensors:
         found = scaling.hp_tensor_to_float8_dynamic(
             values, torch.float8_e4m3fn, config.LinearMMConfig()
@@ -127,7 +127,7 @@ def _import(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop what torchao logs, warns of and prints when it is imported."""
+    """Drop logs, warnings and output of torchao's import."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

@@ -1,14 +1,15 @@
 """Training steps with quantized weights, beside our own in bf16 and FSDP2's in bf16.
 
-``python -m benchmarks fsdp_step --recipe R`` runs it. Each recipe has two sides, weights alone and
-all operands. All sides are in the same processes, and step on the same batches in blocks of a few
-steps, in turns. The first step of a block is dropped, and so are the first blocks. Figures are
-ratios of medians: over our engine in bf16, which says what quantization costs, and over FSDP2.
+``python -m benchmarks fsdp_step --recipe R`` runs it. Each recipe has two sides: only weights
+quantized, and all operands. All sides are in the same processes, and step on the same batches in
+blocks of a few steps, in turn. The first step of a block is dropped, and so are the first blocks.
+Figures are ratios of medians: over our engine in bf16, which gives the cost of quantization, and
+over FSDP2.
 
-There are none unless the first gradients of our bf16 are FSDP2's, those of each recipe differ from
-them by as much as its rounding explains, neither more nor hardly at all, and the bytes that are
-gathered and that are unsharded at once are those of the formula: a half or a quarter of bf16 for
-the weights of linears, while vectors and embeddings stay as they are.
+Figures need three checks: the first gradients of our bf16 equal FSDP2's; those of each recipe
+differ from them by as much as its rounding explains, neither more nor much less; and the bytes that
+are gathered and that are unsharded at once follow the formula: a half or a quarter of bf16 for the
+weights of linears, while vectors and embeddings stay as they are.
 """
 
 from __future__ import annotations
@@ -37,33 +38,34 @@ _OPERANDS = ("weights", "all operands")
 _WARM_UP_BLOCKS = 2
 _STEPS_A_BLOCK = 4
 _BF16_NBYTES = 2
-# Relative, of the gradients of all quantized weights, by bits. Below: quantization is off, as bf16
-# alone makes 0.007. Above: it is wrong. Errors grow with layers; of 8 they are 0.12 and 0.38.
+# Relative differences of the gradients of all quantized weights, by bits. Below the band
+# quantization is off, as bf16 alone makes 0.007; above it is wrong. Errors grow with layers: with 8
+# they are 0.12 and 0.38.
 _GRADIENT_BANDS = {8: (0.01, 0.20), 4: (0.04, 0.60)}
-# Relative, of bytes: of shards that are padded to equal sizes, and to addresses that kernels take.
+# Relative padding in bytes: shards are padded to equal sizes, and to alignments of kernels.
 _PADDING = 0.01
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements that a step gathers, or of what is unsharded at once.
+    """Elements that a step gathers, or that are unsharded at once.
 
     Attributes:
-        quantized: Of weights that the recipe quantizes.
-        others: Of all others.
+        quantized: Elements of weights that the recipe quantizes.
+        others: Elements of all others.
     """
 
     quantized: int
     others: int
 
     def nbytes(self, bits: int) -> int:
-        """Return the bytes without padding, at so many bits a quantized element."""
+        """Return the bytes without padding, with ``bits`` for each quantized element."""
         return self.quantized * bits // 8 + self.others * _BF16_NBYTES
 
 
 @dataclass(frozen=True)
 class _Traffic:
-    """What one step of a side took.
+    """The bytes of one step of a side.
 
     Attributes:
         gathered: Bytes of all-gathers.
@@ -82,8 +84,8 @@ def measure(
     Args:
         shape: What is trained, in bf16.
         repeats: Blocks of each side after warm-up.
-        tolerance: Of our bf16 gradients against FSDP2's, relative to the largest of a tensor.
-        recipes: Their names.
+        tolerance: For our bf16 gradients against FSDP2's, relative to the largest of a tensor.
+        recipes: Names of recipes.
 
     Raises:
         CheckError: Gradients or bytes are not as they should be; raised on all ranks alike.
@@ -160,7 +162,7 @@ def _check_gradients(
     """Compare gradients of a first step; return the differences.
 
     Raises:
-        CheckError: Those of bf16 differ from FSDP2's, or those of a recipe are outside its band.
+        CheckError: Gradients in bf16 differ from FSDP2's, or a recipe's are outside its band.
     """
     (tokens,) = draw_batches(shape, 1)
     grads = {}
@@ -198,10 +200,10 @@ def _check_bytes(
     """Compare bytes of a step with those of the formula; return the ratios to bf16.
 
     Raises:
-        CheckError: Bytes are others, by more than padding explains.
+        CheckError: Bytes differ by more than padding explains.
     """
     (tokens,) = draw_batches(shape, 1)
-    # Each reads for itself, as kept weights are gathered once.
+    # Each side is measured by itself, as kept weights are gathered once.
     traffic = {name: _traffic_of(side, tokens) for name, side in sides.items() if name != _RIVAL}
     plain, found, wrong = traffic[_BF16], {}, []
     for name, num_bits in bits.items():
@@ -238,11 +240,11 @@ def _traffic_of(side: Side, tokens: Tensor) -> _Traffic:
 
 
 def _sizes_of(side: Side, plain: _Traffic) -> tuple[_Sizes, _Sizes]:
-    """Return what a step gathers, and what is unsharded at once, by the shapes of parameters.
+    """Return the elements that a step gathers, and that are unsharded at once, from shapes.
 
     Args:
-        side: Has the recipe.
-        plain: What bf16 took, which says how many layers are unsharded at once.
+        side: The side with the recipe.
+        plain: Bytes of the bf16 side, which say how many layers are unsharded at once.
     """
     units = _units_of(side)
     root, *layers = [_sizes_in(unit) for unit in units.values()]

@@ -1,4 +1,4 @@
-"""Records: what was measured, on what, with which versions."""
+"""Records: what was measured, on which machine, with which versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 class CheckError(Exception):
-    """A case's two sides disagree: whatever they cost, no figure of theirs means anything."""
+    """A case's two sides disagree, so that their figures mean nothing."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """Host time and memory of one rank of ZeRO-3 as the world grows, with torch's ``fake`` backend.
 
-One process a world, all alive at once, which run blocks of a few steps in turn, so that all meet
-the same neighbours on the machine. The fake backend fills every slot of a gather from this rank and
-keeps this rank's slice of a reduction, with one operator a rank: while steps are timed one operator
-does the same, and its time is left out. What is left of a step is Python, torch's operators on thin
-layers, and our work on flat buffers; a shard has at least 32 elements, so that at 4,096 ranks every
-unit zeroes and pages in half a megabyte, however thin it is. The figure is the ratio of medians to
-the first world's. The reductions take the path of NCCL; gloo's sum of one shard a rank is not
-measured here.
+There is one process for each world size. All are alive at once and run blocks of a few steps in
+turn, so that all meet the same load of the machine. The fake backend fills every slot of a gather
+from this rank and keeps this rank's slice of a reduction, with one operator a rank: while steps are
+timed one operator does the same, and its time is left out. The rest of a step is Python, torch's
+operators on thin layers, and our work on flat buffers; a shard has at least 32 elements, so that at
+4,096 ranks every unit zeroes and pages in half a megabyte, however thin it is. The figure is the
+ratio of medians to the first world's. The reductions take the path of NCCL; gloo's sum of one shard
+a rank is not measured here.
 
 With tensor and expert parallelism the ranks of a layer exchange nothing either, so gradients are
 compared with those of the same cut layers without ``fully_shard``, on the same backend and the same
@@ -61,14 +61,14 @@ _Collective = Callable[..., dist.Work | None]
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: layers thin enough that Python rules, and rows short enough for no padding.
+    """What is trained: layers so thin that Python dominates, and rows short enough for no padding.
 
     Attributes:
         layers: Number of layers, each a unit.
         hidden: Hidden and feed-forward size; 8 heads.
         tp: Tensor-parallel degree.
-        ep: Expert-parallel degree; above 1 each MLP is a mixture of two experts a rank of ep, two a
-            token.
+        ep: Expert-parallel degree; above 1 each MLP is a mixture with two experts for each rank of
+            ep, and two for each token.
     """
 
     layers: int
@@ -169,7 +169,7 @@ def _measure(worlds: list[int], ends: list[Connection], repeats: int) -> dict[st
 
 
 def _compare_collectives(worlds: list[int], facts: list[dict[str, Any]]) -> None:
-    """Raise CheckError unless all worlds issue the last one's; one data rank exchanges no data."""
+    """Raise CheckError unless all worlds issue the last one's; a single data rank has none."""
     for world, fact in zip(worlds, facts, strict=True):
         wanted = facts[-1] if fact["num_data_ranks"] > 1 else facts[-1] | {"calls": {}}
         for name in ("calls", "model_calls", "model_nbytes"):
@@ -180,7 +180,7 @@ def _compare_collectives(worlds: list[int], facts: list[dict[str, Any]]) -> None
 
 
 def _blocks(ends: list[Connection], request: str, repeats: int) -> list[list[Milliseconds]]:
-    """Ask all worlds in turn, forth and back; return the blocks of each after warm-up."""
+    """Ask all worlds in turn, in alternating order; return the blocks of each after warm-up."""
     blocks: list[list[Milliseconds]] = [[] for _ in ends]
     for number in range(_WARM_UP_BLOCKS + repeats):
         order = range(len(ends)) if number % 2 else reversed(range(len(ends)))
@@ -281,7 +281,7 @@ def _exchange_alone(out: torch.Tensor, own: torch.Tensor, *splits: object, **_: 
 
 
 class _Rank:
-    """Rank 0 of one world: its model, and what it tells of it."""
+    """Rank 0 of one world: its model, and the facts about it."""
 
     def __init__(self, shape: Shape, hooks: host_time.HostTime, backend: _Backend) -> None:
         self._shape = shape
@@ -326,8 +326,8 @@ class _Rank:
                 calls[kind] += num_calls
             else:
                 model_calls[kind] += num_calls
-                # To how many ranks a token goes is the router's choice, of weights that the fake
-                # backend repeats more often in larger worlds.
+                # Bytes of all_to_all are not compared: the router chooses the ranks of a token by
+                # weights that the fake backend repeats more often in larger worlds.
                 if kind != "all_to_all":
                     model_nbytes[kind] += record.nbytes_by_group[kind, group]
         by_name = {"calls": calls, "model_calls": model_calls, "model_nbytes": model_nbytes}

@@ -1,13 +1,13 @@
 """A model on a simulated device: compute is time that passes, weights and gradients are real.
 
-Where there is no GPU, what runs beside one can still be measured if the device leaves the cores
-alone. As on a GPU, compute is queued: a layer's forward and backward move the device's clock on by
-a given time and return, and the calling thread goes ahead. It waits where it would wait for a GPU,
-and copies over the link begin when the device has come to where they were issued. What a device
-would do besides, packing, casts and its part of an optimizer, runs in the calling thread and does
-not move the clock; it shows only where the device has nothing left to do meanwhile. Losses come
-from the first and last elements of every parameter by real arithmetic, gradients are prepared noise
-but for the same elements. This file knows nothing of optimizers.
+Without a GPU, work that runs beside one can still be measured if the device leaves the cores alone.
+As on a GPU, compute is queued: a layer's forward and backward advance the device's clock by a given
+time and return, and the calling thread goes ahead. It waits where it would wait for a GPU, and
+copies over the link begin when the device has reached the point where they were issued. Other work
+of a device (packing, casts and its part of an optimizer) runs in the calling thread and does not
+move the clock; it shows only if the device meanwhile runs out of work. Losses come from the first
+and last elements of every parameter by real arithmetic; gradients are prepared noise, except for
+the same elements. This file knows nothing of optimizers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import nn
 
 _END_NUMEL = 16
 _NOISE_SCALE = 1e-3
-# Of malloc.h; a larger threshold is refused.
+# Constants of malloc.h; a larger threshold is refused.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -1, -3, 1 << 25
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for the next allocation, as a device's allocator does.
+    """Have the C library keep freed memory for the next allocation, as a device's allocator does.
 
     Otherwise every gathered weight would be paged in anew. Only glibc has the setting.
     """
@@ -41,8 +41,8 @@ class SimulatedDevice:
     """The clock of a device, ahead of which the calling thread queues compute.
 
     Attributes:
-        idle_s: How long the device has had nothing to do so far from its first computation to the
-            next :meth:`synchronize`: the calling thread was late.
+        idle_s: How long so far the device has had nothing to do between its first computation and
+            the next :meth:`synchronize`, because the calling thread was late.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class SimulatedDevice:
         self._is_fed = False
 
     def compute(self, seconds: float) -> None:
-        """Queue a computation of so many seconds; returns at once."""
+        """Queue a computation of a number of seconds; returns at once."""
         self._ready_s = max(self._ready_s, self._note_idleness()) + seconds
         self._is_fed = True
 
@@ -84,9 +84,9 @@ class Layer(nn.Module):
 
     Args:
         hidden: Hidden size.
-        device: Computes.
-        times: How long.
-        seed: Of the weights and the noise.
+        device: The device that computes.
+        times: How long it takes.
+        seed: Seed of the weights and the noise.
     """
 
     def __init__(self, hidden: int, device: SimulatedDevice, times: Times, *, seed: int) -> None:
@@ -129,7 +129,7 @@ class _SimulatedLayer(torch.autograd.Function):
             flat = noise.view(-1)
             flat[:_END_NUMEL] = (inner * (1 + x))[:_END_NUMEL]
             flat[-_END_NUMEL:] = (inner * (1 + x))[_END_NUMEL:]
-        # Aliases, which autograd takes as they are; it would copy tensors that others hold.
+        # Aliases, which autograd takes without a copy; it would copy tensors that others hold.
         return inner * (1 + total), None, *(noise.detach() for noise in layer.noise)
 
 

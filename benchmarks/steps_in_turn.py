@@ -1,9 +1,9 @@
-"""Training steps of two sides in the same processes: their losses compared, then timed in turns.
+"""Training steps of two sides in the same processes: their losses compared, then timed in turn.
 
-Both sides stand on the same ranks with equal weights, and step on the same batches in blocks of a
-few steps that alternate. The first step of a block is dropped, and so are the first blocks. The
-figure is the ratio of medians, ours over torch's; there is none unless the losses of the first
-steps agree, and the norms of their gradients.
+Both sides run on the same ranks with equal weights, and step on the same batches in blocks of a few
+steps that alternate. The first step of a block is dropped, and so are the first blocks. The figure
+is the ratio of medians, ours over torch's; there is no figure unless the losses of the first steps
+and the norms of their gradients agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.record import CheckError, spread
 from megafsdp.buffer.comm.agreement import raise_together
 
 SIDES = ("megafsdp", "torch")
-# Of losses in fp32, whose sums the sides make in another order.
+# For losses in fp32, which the sides sum in different orders.
 TOLERANCE = 1e-5
 _WARM_UP_BLOCKS = 2
 _STEPS_A_BLOCK = 4
@@ -38,9 +38,9 @@ class Side:
 
     Attributes:
         model: Called with tokens and labels.
-        optimizer: Of its parameters.
+        optimizer: Steps its parameters.
         clip: Called with the model's parameters and the largest norm; returns the norm.
-        context: Of forward and backward.
+        context: Context of forward and backward.
     """
 
     model: nn.Module
@@ -78,10 +78,10 @@ def compare(
     """Check the sides, then time them; called by every rank.
 
     Args:
-        sides: By the names in ``SIDES``.
-        draw: Returns as many batches of tokens, of this rank.
+        sides: The sides by the names in ``SIDES``.
+        draw: Returns a number of batches of tokens for this rank.
         repeats: Blocks of each side after warm-up.
-        tolerance: Of the losses, and relatively of the norms of gradients.
+        tolerance: Absolute for the losses, relative for the norms of gradients.
 
     Raises:
         CheckError: Losses or norms of the first steps differ; raised on all ranks alike.
@@ -92,8 +92,8 @@ def compare(
         losses.append(abs(ours[0] - theirs[0]))
         norms.append(abs(ours[1] / theirs[1] - 1))
     error = None
-    # Adam's steps and clipping hide a wrong factor on gradients from the losses. A NaN is no
-    # agreement, and max() might pass over it.
+    # Norms are compared because Adam and clipping hide a wrong factor on gradients from the losses.
+    # A NaN counts as a difference, which max() might pass over.
     if not all(difference <= tolerance for difference in norms):
         error = CheckError(f"norms of gradients differ by {max(norms):.1e}, relatively")
     if not all(difference <= tolerance for difference in losses):

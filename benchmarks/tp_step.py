@@ -1,9 +1,9 @@
 """One training step with tensor and sequence parallelism, ours beside torch's.
 
-The same GPT on both sides: ours of megafsdp.parallel under this package's ``fully_shard``, torch's
-of nn.Linear cut by ``parallelize_module`` with its sequence-parallel norms and ``loss_parallel``,
-under FSDP2. Equal weights, batches, AdamW(fused=True) and clipping; steps_in_turn.py says what the
-figure is.
+The same GPT on both sides: ours from megafsdp.parallel under this package's ``fully_shard``;
+torch's from nn.Linear cut by ``parallelize_module``, with its sequence-parallel norms and
+``loss_parallel``, under FSDP2. Equal weights, batches, AdamW(fused=True) and clipping;
+steps_in_turn.py says what the figure is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shape:
 
 
 class _Attention(nn.Module):
-    """As models' attention, on nn.Linear; rows of ``qkv`` repeat [q; k; v] for each head."""
+    """Attention as in megafsdp.models, on nn.Linear; ``qkv`` repeats [q; k; v] for each head."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _build(shape: Shape, side: str, mesh: DeviceMesh) -> Side:
     if side == "megafsdp":
         ours.set_device_mesh(tp_mesh=tp)
         for layer in (m for m in ours.modules() if isinstance(m, TransformerLayer)):
-            # As FSDP2 does by default; ours would keep the last layer for backward.
+            # FSDP2's default; ours would keep the last layer for backward.
             megafsdp.fully_shard(layer, mesh=data, reshard_after_forward=True)
         megafsdp.fully_shard(ours, mesh=data)
         return Side(ours, adamw(ours.parameters()), megafsdp.clip_grad_norm_)
@@ -197,7 +197,7 @@ def _build(shape: Shape, side: str, mesh: DeviceMesh) -> Side:
 
 @torch.no_grad()
 def _copy(ours: LanguageModel, theirs: _TorchGPT) -> None:
-    """Give torch's model our weights: modules stand in the same order on both sides."""
+    """Copy our weights to torch's model: modules are in the same order on both sides."""
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         other.copy_(own)
 

@@ -1,7 +1,7 @@
 """One rank of one checkout in the case ``trees``: builds a job and times a block of it on request.
 
-Run as a program, by a path, with the checkout to import from as an argument. Jobs are written with
-public names and with names of ``benchmarks`` that checkouts share, since they run on both sides.
+Run as a program, by its path, with the checkout to import from as an argument. Jobs use only public
+names and names of ``benchmarks`` that both checkouts have, since they run on both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A block's figures by name, in milliseconds, and a number that both checkouts must compute alike.
+# Returns a block's figures by name, in milliseconds, and a number that must be equal on both sides.
 Block = Callable[[], tuple[dict[str, float], float]]
 
 _STEPS_A_BLOCK = 4
@@ -73,7 +73,7 @@ def _training_step(
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **hyper)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    # Processors without instructions for bf16 take ten times as long for a token.
+    # Fewer tokens in bf16: processors without instructions for it take ten times as long.
     shape = (1, 33) if param_dtype is torch.bfloat16 else (4, 129)
     tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
 
@@ -113,7 +113,7 @@ def fsdp_step(layers: int, hidden: int, dtype: str, *, has_fused_adam: bool = Fa
 
 
 def hooks(layers: int, hidden: int) -> Block:
-    """Time what hooks cost the host, by the checkout's own breakdown."""
+    """Time the host's work in hooks, by the checkout's own breakdown."""
     from benchmarks import host_time
 
     open_contexts = contextlib.ExitStack()
@@ -121,7 +121,7 @@ def hooks(layers: int, hidden: int) -> Block:
     step = _training_step(layers, hidden, "fp32")
 
     def block() -> tuple[dict[str, float], float]:
-        # The contexts stay open as long as what was built in them is used.
+        # The contexts must stay open while the model built in them is used.
         assert open_contexts
         host.clear()
         losses = [step()["loss"] for _ in range(_STEPS_A_BLOCK)]
@@ -181,7 +181,7 @@ def adam(num_threads: int) -> Block:
     def block() -> tuple[dict[str, float], float]:
         figures = {}
         for name, side in sides.items():
-            # Threads of the side before look out for work for milliseconds.
+            # Threads of the previous side spin for milliseconds.
             time.sleep(_SETTLING_S)
             times_ms = []
             for _ in range(_STEPS_A_BLOCK):
@@ -266,7 +266,7 @@ def offload(fraction: float) -> Block:
     return block
 
 
-# Ranks of each job, and what makes its block.
+# Number of ranks of each job, and the function that makes its block.
 JOBS: dict[str, tuple[int, Callable[[], Block]]] = {
     "fsdp_step 8x256 fp32": (2, lambda: fsdp_step(8, 256, "fp32")),
     "fsdp_step 8x256 bf16": (2, lambda: fsdp_step(8, 256, "bf16")),
@@ -294,9 +294,9 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("store", type=Path)
     options = parser.parse_args()
-    # In place of the folder of this file.
+    # Replaces the folder of this file.
     sys.path[0] = str(options.tree)
-    # What a library prints must not be read as an answer.
+    # Output of libraries must not be read as an answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

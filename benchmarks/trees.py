@@ -1,11 +1,12 @@
 """Two checkouts of megafsdp beside each other: is this one slower than another?
 
-For each job (a training step, what hooks cost the host, optimizer steps, Adam's kernel,
-checkpoints, offload on a simulated device) every checkout has processes of its own, which live side
-by side and take turns: one block here, one block there, the next pair in the other order. Both must
-compute the same numbers. Where memory lies in a process can cost more than what is looked for, so a
-job is run in several rounds of fresh processes. The figure is the median over all pairs of the
-ratio, this one over the other. The other checkout needs its native libraries built.
+For each job (a training step, the host's work in hooks, optimizer steps, Adam's kernel,
+checkpoints, offload on a simulated device) every checkout has processes of its own. They are alive
+at the same time and take turns: one block here, one block there, the next pair in the other order.
+Both must compute the same numbers. The placement of memory in a process can change times by more
+than the differences to be found, so a job is run in several rounds of fresh processes. The figure
+is the median over all pairs of the ratio, this checkout over the other. The other checkout needs
+its native libraries built.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Run every job on both checkouts in turns; return the results.
+    """Run every job on both checkouts in turn; return the results.
 
     Raises:
         CheckError: The checkouts compute different numbers; no figure is given then.
-        RuntimeError: A process of a job ended; what it wrote stands above.
+        RuntimeError: A process of a job ended; its output is above.
     """
     commits = {"this": _commit(_THIS), "other": _commit(options.other)}
     jobs = {
@@ -81,7 +82,7 @@ def _commit(tree: Path) -> str:
 
 
 def _measure(job: str, other: Path, rounds: int, repeats: int) -> dict[str, Any]:
-    """Time blocks of both checkouts in turns; return the figures by name."""
+    """Time blocks of both checkouts in turn; return the figures by name."""
     found: dict[str, list[Figures]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side, figures in _run_round(job, other, repeats).items():
@@ -177,7 +178,7 @@ def _team(tree: Path, job: str) -> Iterator[_Team]:
         try:
             yield _Team(ranks, f"'{job}' in {tree}")
         except BaseException:
-            # The others may wait for a rank that has ended.
+            # Other ranks may wait for one that has ended.
             for rank in ranks:
                 rank.kill()
             raise

@@ -1,11 +1,11 @@
-"""Forbid to import what a GPU machine need not have, from the import of this file on.
+"""Make packages that a GPU machine need not have impossible to import, once this is imported.
 
-A plugin of pytest (``-p benchmarks.gpu.absent``), and imported by rehearsals.
+This is a plugin of pytest (``-p benchmarks.gpu.absent``); rehearsals import it too.
 """
 
 import sys
 
 from benchmarks.gpu.part import ABSENT
 
-# Python takes None for a module that cannot be found.
+# None in sys.modules makes an import fail.
 sys.modules.update(dict.fromkeys(ABSENT))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Part 2: the Adam kernel beside torch's fused AdamW and a copy, and what slows it.
 
-Sizes, formats and rows of zeros are those of ``benchmarks/adam.py``, which checks bits first. Here
-come bf16 states, kept subnormal numbers, tables of many segments, and sums of squares.
+Sizes, formats and rows of zeros are those of ``benchmarks/adam.py``, which checks bits first. This
+part adds bf16 states, kept subnormal numbers, tables of many segments, and sums of squares.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares
 
 _HYPER = AdamHyper(1e-3, (0.9, 0.95), 1e-8, 0.1)
 _WARM_UP_REPEATS, _REPEATS = 2, 7
-# A launch takes up to 80.
+# A launch takes up to 80 segments.
 _SEGMENTS = (1, 80, 81, 700)
 # Bytes of an element that a step reads and writes.
 LAYOUTS = {"fp32": 28, "bf16 to bf16": 28, "remainders": 26, "bf16 states": 20}
 
 
 def run(size: Size, report: Report) -> None:
-    """Run the case, then what goes beyond it."""
+    """Run the case, then this part's additions."""
     numels = size.either([1 << 20, 1 << 24, 1 << 27], [1 << 10])
     options = argparse.Namespace(
         device=size.device_type, numel=numels, threads=[1], repeats=size.either(9, 1)

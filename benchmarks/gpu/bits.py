@@ -1,7 +1,7 @@
 """Part 4: equal bits: kernels against their definition in torch on a CPU, runs against runs.
 
-The definition is what the kernels on CPUs and GPUs fall back to, so a rehearsal compares the CPU's
-kernels with it. The loss is compared within a tolerance: exponentials are another function there.
+The definition is the fallback of the kernels on CPUs and GPUs, so a rehearsal compares the CPU's
+kernels with it. The loss is compared within a tolerance: its kernel uses another exponential.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megafsdp.optimizer.kernels.square_sum import device_sum_of_squares
 _HYPER = AdamHyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
 _KERNEL_STEPS, _RUN_STEPS, _OFFLOAD_STEPS = 3, 20, 6
 _NUM_LAYERS = 4
-# Of a gradient, beside the largest of its row: fp32 sums and exponentials of other functions; and
-# with a factor of 3 two roundings to bf16, of 2**-9 each.
+# For a gradient, relative to the largest of its row: fp32 sums and exponentials differ; in bf16
+# there are two roundings of 2**-9 each, as the loss has a factor of 3.
 _LOSS_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 _CPU = torch.device("cpu")
 Bits = dict[str, torch.Tensor]
@@ -83,7 +83,7 @@ def _copy(buffers: AdamBuffers, device: torch.device) -> AdamBuffers:
 
 def _check_loss(size: Size, report: Report, device: torch.device) -> None:
     """Compare the loss, by the kernel if there is one, with its definition, both on the device."""
-    # Qwen3's vocabulary, and one that is no multiple of anything.
+    # Qwen3's vocabulary, and one that is not a multiple of anything.
     for vocabulary, dtype in itertools.product(
         size.either((151_936, 50_257), (1_536, 257)), _LOSS_TOLERANCES
     ):
@@ -157,7 +157,7 @@ def _local_bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
 def _train_by_given_grads(width: int, device: torch.device) -> Bits:
     """Step with gradients that are the same on all devices; return all bits.
 
-    Nothing is clipped: without compiled kernels a norm is added in another order.
+    Nothing is clipped: without compiled kernels a norm is summed in another order.
     """
     net = _net(width, device)
     optimizer = megafsdp.FusedAdam(net.parameters(), weight_decay=0.1)

@@ -1,6 +1,6 @@
 """Part 9: saves, asynchronous saves and loads; and an asynchronous save while memory is reused.
 
-The files lie in memory where there is room: a disk would hide what is ours.
+The files lie in memory if there is room: a disk would hide our own costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_ALLOCATIONS = 200
 
 
 def run(size: Size, report: Report) -> None:
-    """Check what was saved under pressure, then measure."""
+    """Check a save under memory pressure, then measure."""
     has_room = _MEMORY_FOLDER.is_dir() and shutil.disk_usage(_MEMORY_FOLDER).free > _NEEDED_NBYTES
     parent = _MEMORY_FOLDER if has_room and not size.is_rehearsal else None
     report.figure("files in memory", parent is not None)
@@ -41,12 +41,12 @@ def run(size: Size, report: Report) -> None:
             }
             report.figure(f"{act}, GB/s", rates)
         report.figure("asynchronous save", measured["async"])
-        # The case itself has compared the weights after each load.
+        # The case has compared the weights after each load.
         report.check("loaded what was saved", True)
 
 
 class _Net(nn.Module):
-    """Weights that take the link a while, then a buffer that is saved too."""
+    """Weights that take a while to copy, then a buffer that is saved too."""
 
     def __init__(self, width: int, buffer_numel: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Net(nn.Module):
 
 
 def _save_under_pressure(size: Size, device: torch.device, folder: Path, report: Report) -> None:
-    """Allocate and fill what the save may have freed too early, then look into the files."""
+    """Allocate and fill memory that the save may have freed too early, then check the files."""
     width, buffer_numel = size.either((4096, 1 << 18), (32, 16))
 
     def new() -> _Net:

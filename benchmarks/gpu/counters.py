@@ -1,4 +1,4 @@
-"""Part 3: hardware counters of one launch of the Adam kernel, by Nsight Compute where it works."""
+"""Part 3: hardware counters of one launch of the Adam kernel, by Nsight Compute if it works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = {
     "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue slots busy, %",
     "launch__registers_per_thread": "registers a thread",
 }
-# Of the program's three.
+# The program makes three launches; the last one is counted.
 _SKIPPED_LAUNCHES = 2
 _NONE = "not available"
 
@@ -47,7 +47,7 @@ def run(size: Size, report: Report) -> None:
 
 
 def read_counters(printed: str) -> dict[str, str]:
-    """Return what ncu's table says of each metric, with its unit."""
+    """Return the value of each metric in ncu's table, with its unit."""
     lines = printed.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
     if not starts:

@@ -1,6 +1,6 @@
 """Part 10: a step of the capturable Adam in a CUDA graph, and traces of whole steps.
 
-Without CUDA the step runs as it is.
+Without CUDA the step runs without a graph.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megafsdp import FusedAdam
 
 _REPLAYS, _WARM_UP_STEPS = 20, 2
 _HYPER = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 1e-2}
-# Of weights of size 1 that step by 1e-3; a device's power may round otherwise than a host's.
+# For weights of size 1 that step by 1e-3; pow() may round differently on a device than on a host.
 _TOLERANCE = 1e-6
-# One file back from a GPU machine may be as large as this.
+# The largest trace to keep: files are copied back from the GPU machine.
 _MAX_TRACE_NBYTES = 16 << 20
 
 
@@ -54,13 +54,13 @@ def _compare_capture(size: Size, report: Report) -> None:
     start = torch.randn(size.either(1 << 26, 1 << 10), device=device)
     grad = torch.randn_like(start)
     weights, steps = [], []
-    # A graph writes to its states, whose memory the next ones would get.
+    # Optimizers are kept: a graph writes to its states, whose memory would otherwise be reused.
     optimizers = []
     for capturable in (True, False):
         weight = nn.Parameter(start.clone())
         weight.grad = grad.clone()
         optimizer = FusedAdam([weight], capturable=capturable, **_HYPER)
-        # States are made by the first step, which no graph may capture.
+        # The first step makes the states; a graph may not capture it.
         optimizer.step()
         optimizers.append(optimizer)
         weights.append(weight)

@@ -14,7 +14,7 @@ from benchmarks.gpu.part import Size
 
 @contextlib.contextmanager
 def one_rank(size: Size) -> Iterator[torch.device]:
-    """Be the only rank of a process group in this context; gives its device."""
+    """Be the only rank of a process group in this context; yields its device."""
     backend = size.either("cpu:gloo,cuda:nccl", "gloo")
     if not size.is_rehearsal:
         torch.cuda.set_device(0)

@@ -1,12 +1,12 @@
 """Count the instructions that a GPU issues for an element of Adam, from the kernels' machine code.
 
-``python -m benchmarks.gpu.instructions [--arch 90]`` compiles csrc/cuda/adam.cu and prints them for
-each kernel, with its registers a thread. No GPU is needed, but nvcc is, and cuobjdump and nvdisasm
-on the PATH or from ``pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm``.
+``python -m benchmarks.gpu.instructions [--arch 90]`` compiles csrc/cuda/adam.cu and prints the
+counts for each kernel, with its registers a thread. It needs no GPU, but nvcc, and cuobjdump and
+nvdisasm on the PATH or from ``pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm``.
 
-Counted is the shortest way around the loop over tiles that passes the stores of a vector: one
-segment a tile, no decay in the gradient, no cast of the weight, no slow path of a root or quotient.
-Instructions that their predicate turns off count, since they are issued.
+The count is of the shortest path around the loop over tiles that includes the stores of a vector:
+one segment a tile, no decay in the gradient, no cast of the weight, no slow path of a root or
+quotient. Instructions that their predicate turns off count, since they are issued.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Instruction:
     """One instruction of a kernel.
 
     Attributes:
-        address: In bytes from the kernel's start.
-        predicate: Turns it off where false; empty without one.
-        name: With its modifiers, such as ``STG.E.128``.
+        address: Offset in bytes from the kernel's start.
+        predicate: Turns the instruction off if false; empty without one.
+        name: Its name with modifiers, such as ``STG.E.128``.
         operands: As printed.
     """
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def disassemble(arch: str) -> str:
-    """Compile the kernels for an architecture; return their machine code in words."""
+    """Compile the kernels for an architecture; return their machine code as text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adam.cubin"
         options = ["-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{arch}", "-cubin"]
@@ -78,7 +78,7 @@ def disassemble(arch: str) -> str:
 
 
 def kernels_of(printed: str) -> dict[str, list[Instruction]]:
-    """Return the instructions of each kernel, by such a name as ``Flushing float float float``."""
+    """Return the instructions of each kernel, by names such as ``Flushing float float float``."""
     kernels: dict[str, list[Instruction]] = {}
     code: list[Instruction] = []
     for line in printed.splitlines():
@@ -99,9 +99,9 @@ def vector_numel(name: str) -> int:
 
 
 def hot_path(code: list[Instruction]) -> list[Instruction]:
-    """Return the shortest way from the first store of a vector around the loop back to it."""
+    """Return the shortest path from the first store of a vector around the loop back to it."""
     by_address = {instruction.address: instruction for instruction in code}
-    # The first is always made; that of a cast, which comes last, is not.
+    # The first store is always made; that of a cast, which comes last, is not.
     start = next(i.address for i in code if i.name.startswith(("STG.E.128", "STG.E.64")))
     came_from: dict[int, int] = {}
     reached = [start]
@@ -110,7 +110,7 @@ def hot_path(code: list[Instruction]) -> list[Instruction]:
             if successor in by_address and successor not in came_from:
                 came_from[successor] = address
                 reached.append(successor)
-    # Breadth first: the first way that reached an instruction is the shortest.
+    # Breadth first: the first path that reaches an instruction is the shortest.
     path = [start]
     while (address := came_from[path[-1]]) != start:
         path.append(address)
@@ -128,7 +128,7 @@ def _successors(instruction: Instruction, code: list[Instruction]) -> list[int]:
     if name == "BRA":
         return [instruction.target, *([following] if is_conditional else [])]
     if name == "BSYNC":
-        # Threads go on together where the last BSSY of this barrier before here says.
+        # Threads continue together at the target of the last BSSY of this barrier before here.
         barrier = instruction.operands.split()[0]
         marks = [i for i in code if i.name.startswith("BSSY") and i.operands.startswith(barrier)]
         before = [i for i in marks if i.address < instruction.address]

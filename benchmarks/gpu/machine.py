@@ -1,4 +1,4 @@
-"""Part 0: the machine, the extensions built for its GPU, and what copies and products reach.
+"""Part 0: the machine, the extensions built for its GPU, and the speeds of copies and products.
 
 The extensions are built before anything imports megafsdp, so this file imports no torch.
 """

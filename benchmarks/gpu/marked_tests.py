@@ -1,7 +1,7 @@
 """Part 1: the tests marked ``gpu``, and a few of them under compute-sanitizer.
 
-The files are named: collecting all tests imports what a GPU machine need not have. Results are read
-line by line, so that those of a run that is cut off count too.
+The files are listed: collecting all tests would import packages that a GPU machine need not have.
+Results are read line by line, so that those of a run that is cut off count too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FILES = (
 LEFT_OUT: dict[str, str] = {
     "tests/training/metrics/test_profile.py": "runs of the training loop need its packages",
 }
-# What pytest and its plugins set or start by themselves must not differ between machines: threads
-# that a plugin starts are alive when ranks are forked, and warnings of another torch are no errors.
+# Settings and threads of pytest and its plugins must not differ between machines: threads that a
+# plugin starts are alive when ranks are forked, and warnings of another torch are no errors.
 PYTEST = (
     "-m",
     "pytest",
@@ -65,7 +65,7 @@ _SANITIZED = (
 )
 _SANITIZED_FILES = FILES[:2]
 _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
-# Processes that run tests at once; a rehearsal has one, for two cores.
+# Processes that run tests at once; a rehearsal has one, as it has two cores.
 _NUM_GROUPS = 4
 _COUNTED = ("PASSED", "FAILED", "ERROR", "SKIPPED")
 _SHOWN_FAILURES = 20
@@ -91,7 +91,7 @@ def run(size: Size, report: Report) -> None:
     failures = [test for _, failed, _ in found for test in failed]
     is_met = not failures and not any(code for _, _, code in found)
     report.check("no test failed", is_met, failures[:_SHOWN_FAILURES])
-    # Without a GPU all are collected and skipped.
+    # Without a GPU all tests are collected and skipped.
     wanted = size.either("PASSED", "SKIPPED")
     num_wanted = sum(counts[wanted] for counts, _, _ in found)
     report.check(f"tests {wanted.lower()}", num_wanted > 0, num_wanted)
@@ -112,7 +112,7 @@ def _run_memcheck(size: Size, report: Report, path: str) -> None:
 def _run_tests(
     command: list[str], report: Report, name: str
 ) -> tuple[Counter[str], list[str], int]:
-    """Return counts by outcome, the names of what failed, and the exit code."""
+    """Return counts by outcome, the names of failed tests, and the exit code."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """Part 8: a step with the optimizer's half, or all of it, on the host, beside FSDP2's CPU offload.
 
 The sides are those of the case ``offload``, one after another: together they would not fit. With
-all of it on the host nothing runs ahead of the norm, which would take a second slab of weights and
-moments there.
+the whole optimizer on the host nothing is stepped before the norm is known, which would take a
+second slab of weights and moments there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megafsdp.device.host_copies import link_of
 from megafsdp.device.host_threads import default_host_threads, torch_threads
 from megafsdp.device.streams import device_handle
 
-# With nothing offloaded first: what is exposed is the difference from it. The slowest last.
+# The side with nothing offloaded first, as the exposed time is the difference from it; the slowest
+# last.
 _SIDES = ((BASE, 0.0), (AHEAD, 0.5), (NORM_FIRST, 1.0), (FSDP2, 1.0))
 _WARM_UP_STEPS, _STEPS, _BLOCKS = 3, 5, 1
 # FSDP2 takes seconds a step.
@@ -43,7 +44,7 @@ def run(size: Size, report: Report) -> None:
         for name, fraction in _SIDES:
             what = name if name in (BASE, FSDP2) else f"{fraction}, {name}"
             is_other = name == FSDP2
-            # As torchrun leaves them: ours takes its threads by itself.
+            # One thread, as under torchrun: ours takes its threads by itself.
             with torch_threads(num_threads if is_other else 1):
                 side = setting.others[name]() if is_other else build_side(name, fraction, setting)
                 median_ms = _measure_side(what, side, setting, report)
@@ -65,7 +66,7 @@ def run(size: Size, report: Report) -> None:
 
 
 def _measure_host(size: Size, device: torch.device, report: Report) -> None:
-    """Report what the host's memory gives the kernel, alone and beside copies."""
+    """Report the host memory bandwidth of the kernel, alone and beside copies."""
     numel, repeats, gb_per_s = size.either((1 << 25, 9, 50.0), (1 << 16, 1, 1.0))
     link = link_of(device_handle(device.type))
     speeds = host_bandwidth.measure(
@@ -94,13 +95,13 @@ def _measure_side(what: str, side: Side, setting: Setting, report: Report) -> fl
 
 
 def _pinned_nbytes() -> dict[str, int]:
-    """Return what torch's allocator of pinned memory has and uses."""
+    """Return the bytes that torch's allocator of pinned memory holds and uses."""
     stats = torch.cuda.host_memory_stats()
     return {name: n for name, n in stats.items() if name.endswith("bytes.current")}
 
 
 def _return_memory() -> None:
-    """Give the system what no tensor uses; torch's pinned memory, FSDP2's, would add up."""
+    """Return unused memory to the system; torch's pinned memory, used by FSDP2, would add up."""
     torch.cuda.empty_cache()
     empty = getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:

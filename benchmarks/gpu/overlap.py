@@ -1,10 +1,10 @@
 """Part 6: what collectives of a given length cost beside compute, on one GPU.
 
-NCCL needs a GPU a rank. So the ``fake`` backend makes a world of eight, and a stand-in takes the
-place of its collectives. On one stream of its own, as on one link, it takes a given time; then it
-gives this rank's shard in every slot of a gather, and this rank's own part of a sum. What did not
-wait would read what is not there yet: gradients must be those of a stand-in that takes no time. On
-a CPU the wait takes the time and then copies.
+NCCL needs one GPU for each rank. So the ``fake`` backend makes a world of eight, and a stand-in
+replaces its collectives. On a stream of its own, as on one link, it takes a given time; then it
+gives this rank's shard in every slot of a gather, and this rank's own part of a sum. Code that did
+not wait would read results before they are there: gradients must equal those of a stand-in that
+takes no time. On a CPU the wait takes the time and then copies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megafsdp.device.host_memory import HostArena
 
 _WORLD = 8
 _LENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
-# What is shorter than the compute beside it should not show.
+# A collective that is shorter than the compute beside it should be hidden.
 _HIDDEN_LENGTH = 0.75
 _WARM_UP_STEPS, _STEPS = 2, 5
-# The longest delay, and what is timed to find how many bytes a millisecond takes.
+# Bytes of the longest delay; also timed to find how many bytes take a millisecond.
 _DELAY_NBYTES = 1 << 29
 
 
@@ -59,7 +59,7 @@ class _Link:
         slots = out.view(-1, own.numel())
         if async_op:
             return self._carry(slots, own)
-        # Small ones, of what ranks compare before the first forward.
+        # Small gathers, for comparisons of ranks before the first forward.
         slots.copy_(own.clone())
         return None
 
@@ -75,7 +75,7 @@ class _Link:
     def _queue(self, delay: _Delay, out: torch.Tensor, own: torch.Tensor) -> torch.cuda.Event:
         delay.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(delay.stream):
-            # In this order: what is written late is missed by a reader that does not wait.
+            # Written after the delay, so that a reader that does not wait misses it.
             delay(self.ms)
             # A copy: the shard may be a slot of the output.
             out.copy_(own.clone())
@@ -85,12 +85,12 @@ class _Link:
 class _Delay:
     """Time on a stream in which the GPU's processors are free: a copy to the host.
 
-    A kernel that waits would keep one of them from products, of which the largest have a block for
-    each. NCCL takes some: that is not measured here.
+    A waiting kernel would occupy a processor, and the largest products have a block for each of
+    them. NCCL also occupies some, which is not measured here.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # As the engine's process groups ask NCCL for: else each copy waits for a whole product.
+        # The priority that the engine asks NCCL for: otherwise each copy waits for a whole product.
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._there = torch.zeros(_DELAY_NBYTES, dtype=torch.uint8, device=device)
         self._here = HostArena(_DELAY_NBYTES, is_pinned=True).take(_DELAY_NBYTES, torch.uint8)
@@ -105,7 +105,7 @@ class _Delay:
         self._nbytes_per_ms = _DELAY_NBYTES / start.elapsed_time(end)
 
     def __call__(self, ms: float) -> None:
-        """Take so many milliseconds of the current stream."""
+        """Take a number of milliseconds of the current stream."""
         self._copy(int(ms * self._nbytes_per_ms))
 
     def _copy(self, nbytes: int) -> None:
@@ -114,17 +114,17 @@ class _Delay:
 
 
 class _Work:
-    """A collective under way: the stream waits for it, on a CPU the thread, which then copies."""
+    """A collective under way: the stream waits for it; on a CPU the thread waits, then copies."""
 
     def __init__(
         self, out: torch.Tensor, own: torch.Tensor, event: torch.cuda.Event | None, end_s: float
     ) -> None:
-        # The link reads and writes them until the wait, as NCCL does: their memory must stay.
+        # The link reads and writes these until the wait, as NCCL does: their memory must stay.
         self._pair: tuple[torch.Tensor, torch.Tensor] | None = (out, own)
         self._event, self._end_s = event, end_s
 
     def wait(self) -> None:
-        """Make what follows wait."""
+        """Make later work wait for the collective."""
         assert self._pair is not None, "one wait"
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
@@ -152,7 +152,7 @@ def run(size: Size, report: Report) -> None:
         report.figure("ms of a layer's forward", layer_ms)
         exposed: dict[str, float] = {}
         for length in _LENGTHS:
-            # In turns with collectives that take no time: a GPU that gets warm gets slow.
+            # In turn with collectives that take no time, as a GPU gets slower when it gets warm.
             times_ms: dict[float, list[float]] = {0.0: [], length: []}
             for _ in range(_STEPS):
                 for ms, times in times_ms.items():
@@ -164,8 +164,8 @@ def run(size: Size, report: Report) -> None:
             report.figure(f"step ms at {length}, and at 0", [median_ms, base_ms])
             report.figure("exposed a layer, of its forward, by length", exposed)
             if length == _HIDDEN_LENGTH:
-                # Nothing runs beside the first gather, the last layer's gather in backward, which
-                # comes right after that layer's forward and the loss, and the first layer's sum.
+                # Three collectives have no compute beside them: the first gather; the last layer's
+                # gather in backward, right after its forward and the loss; the first layer's sum.
                 report.mark(
                     f"exposed at {length}, beyond what has nothing beside it",
                     exposed[str(length)] - 3 * length / num_layers,
@@ -175,7 +175,7 @@ def run(size: Size, report: Report) -> None:
 
 
 def _net(num_layers: int, width: int, device: torch.device) -> nn.Module:
-    """Return layers without random order in their sums, each a unit of one buffer."""
+    """Return layers whose sums have a fixed order, each a unit of one buffer."""
     torch.manual_seed(0)
     with device:
         layers = [

@@ -1,4 +1,4 @@
-"""What a part is given: how large to be, and where to report; the standard library alone."""
+"""What a part is given: its size, and where to report. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Of the packages that training, its command line and its trackers need, those that a GPU machine
-# need not have.
+# Packages of training, its command line and its trackers that a GPU machine need not have.
 ABSENT = ("docstring_parser", "jsonargparse", "pydantic", "wandb")
 
 
@@ -21,7 +20,7 @@ class Size:
 
     Attributes:
         is_rehearsal: Whether it runs on a CPU with tiny sizes.
-        out: Folder for files of its own, few and small.
+        out: Folder for the part's own files, few and small.
     """
 
     is_rehearsal: bool
@@ -40,7 +39,7 @@ class Size:
 class Report:
     """Figures and checks, each written as soon as it is known, by any process of the part.
 
-    Checks have the seconds since this was made as ``at_s``: where a part's time goes.
+    Checks have the seconds since this object was made as ``at_s``, to show where time goes.
 
     Args:
         path: A file of JSON lines that is appended to.
@@ -48,7 +47,7 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # By the clock, which processes share.
+        # Wall-clock time, which processes share.
         self._begin_s = time.time()
 
     def figure(self, name: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """Part 11: kernels of quantized weights and inputs: their bits, and bytes a second beside a copy.
 
-The bits are compared with the definition in torch on a CPU, which a rehearsal's own kernels are
-compared with too. Each pass is timed beside a copy that moves as many bytes.
+The bits are compared with the definition in torch on a CPU; a rehearsal compares the CPU's kernels
+with it. Each pass is timed beside a copy that moves as many bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Pass:
     """One call of a kernel.
 
     Attributes:
-        name: What reports call it.
+        name: Its name in reports.
         call: Runs it.
-        nbytes: What it reads and writes, tables and maxima apart, which are a hundredth.
+        nbytes: Bytes that it reads and writes, without tables and maxima, which are a hundredth.
     """
 
     name: str
@@ -59,7 +59,7 @@ def run(size: Size, report: Report) -> None:
     ):
         is_met = _has_equal_input_bits(form, along, rows, device)
         report.check(f"inputs of {form.name} along {along} have the bits of a CPU", is_met)
-    # Qwen3-1.7B's tokens times hidden units of a step, and as many weights as its feed-forward has.
+    # Tokens of a step of Qwen3-1.7B times its MLP width: also as many weights as its MLP has.
     shape = size.either((8192, 6144), (64, 128))
     copy_speeds: dict[int, float] = {}
     speeds, shares = {}, {}
@@ -180,7 +180,7 @@ def _weight_passes(form: WeightFormat, weight: torch.Tensor) -> Iterator[Pass]:
 
 
 def _copy_speed(nbytes: int, device: torch.device) -> float:
-    """Return the gigabytes a second that a copy reads and writes, of so many together."""
+    """Return the gigabytes a second of a copy that reads and writes ``nbytes`` in total."""
     source = torch.ones(nbytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return nbytes / _median_ms(lambda: target.copy_(source), device) / 1e6

@@ -1,4 +1,4 @@
-"""What a device's memory, its matrix units and its link to the host reach."""
+"""The speeds of a device's memory, its matrix units and its link to the host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _median_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _measure_link(size: Size, report: Report, device: torch.device) -> None:
-    """Report gigabytes a second of one direction alone, of both the sum."""
+    """Report gigabytes a second of each direction alone, and the sum of both at once."""
     nbytes = size.either(1 << 28, 1 << 16)
     arena = HostArena(2 * nbytes, is_pinned=device.type == "cuda")
     here = [arena.take(nbytes, torch.uint8).fill_(1) for _ in range(2)]

@@ -1,7 +1,8 @@
 """Part 12: training steps of Qwen3-1.7B's layers whose products take 8-bit codes, beside bf16.
 
-Few layers, and few words so that the head weighs little. One rank: what quantizing costs, and what
-products gain. A recipe and bf16 are in memory together and their blocks of steps alternate.
+Few layers, and a small vocabulary so that the head weighs little. One rank: the cost of quantizing,
+and the gain of products. A recipe and bf16 are in memory together and their blocks of steps
+alternate.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from megafsdp.models import ModelConfig, build_model, presets
 from megafsdp.models.common import TransformerLayer
 
 _BF16 = "bf16"
-# Tokens a second over those of bf16, at least.
+# The least ratio of tokens a second to bf16's.
 TARGETS = {"fp8_current": 1.15, "fp8_block": 1.05}
 _CHECKED_STEPS, _STEPS_A_BLOCK, _BLOCKS = 3, 4, 5
 # The first losses, near 9, differ by the rounding of 8-bit operands. Then the tokens are learned by
-# heart, four in three steps, and quantized gradients get nearly as far: a first step of Adam is as
-# large where a gradient is all rounding.
+# heart: the loss falls by four in three steps, and nearly as far with quantized gradients, as a
+# first step of Adam is as large for a gradient that is only rounding errors.
 _LOSS_TOLERANCE, _LEAST_FALL = 0.02, 0.95
 _HYPER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-5, "weight_decay": 1e-2, "max_grad_norm": 1.0}
 
@@ -54,7 +55,7 @@ class Side:
             if is_compiled:
                 layer.compile(backend="inductor" if tokens.is_cuda else "aot_eager")
             megafsdp.fully_shard(layer, mp_policy=policy)
-        # The head stays as it is, as it mostly does.
+        # The head is not quantized, as is usual.
         plain = megafsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         megafsdp.fully_shard(model, mp_policy=plain)
         self.model, self.tokens = model, tokens
@@ -62,7 +63,7 @@ class Side:
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """Train one step; returns before the device has."""
+        """Train one step; returns before the device is done."""
         loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
         loss.backward()
         self.optimizer.step()
@@ -70,7 +71,7 @@ class Side:
         self.losses.append(loss.detach())
 
     def block_ms(self) -> float:
-        """Return the milliseconds of a step in a block of them."""
+        """Return the milliseconds of a step, measured over a block of steps."""
         gc.collect()
         _synchronize(self.tokens)
         begin_s = time.perf_counter()
@@ -96,7 +97,7 @@ def run(size: Size, report: Report) -> None:
 def _measure(
     config: ModelConfig, tokens: torch.Tensor, report: Report, *, is_compiled: bool
 ) -> None:
-    """Measure one recipe beside bf16 after another: what is cut off has reported those before."""
+    """Measure recipes one by one beside bf16, so that finished ones count if time runs out."""
     way = "compiled" if is_compiled else "eager"
     plain = _started(_BF16, config, tokens, is_compiled=is_compiled)
     report.figure(f"{way}, {_BF16}: losses", _first_losses(plain).tolist())
@@ -117,7 +118,7 @@ def _measure(
         report.figure(f"{way}, {name} beside {_BF16}: tokens a second", rates)
         ratio = rates[name] / rates[_BF16]
         report.mark(f"{way}, {name}: tokens a second over bf16", ratio, at_least=target)
-        # Before the next one is built.
+        # Freed before the next side is built.
         del side
 
 

@@ -1,7 +1,7 @@
 """Part 5: a training step of Qwen3 beside torch FSDP2 with AdamW(fused=True) and clipping.
 
-One rank: no collective runs, so this is the cost of the engine and of the optimizer. Where both
-sides fit in the GPU's memory their blocks of steps alternate, else one follows the other.
+One rank: no collective runs, so this is the cost of the engine and of the optimizer. If both sides
+fit in the GPU's memory, their blocks of steps alternate; otherwise one follows the other.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SIDES = (OURS, FSDP2)
 _MAX_NORM = 1.0
 _HYPER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-5, "weight_decay": 1e-2}
 _CHECKED_STEPS, _STEPS_A_BLOCK, _BLOCKS = 3, 3, 3
-# Of a loss near 12 in bf16, where backward's sums change from run to run.
+# For a loss near 12 in bf16; backward's sums change from run to run.
 _LOSS_TOLERANCE = 2e-2
-# Dense bf16 operations a second, by what the GPU's name has.
+# Dense bf16 operations a second, by a part of the GPU's name.
 _PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
 
 
@@ -62,12 +62,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return what reports call it."""
+        """Return its name in reports."""
         memory = ", user buffers" if self.has_user_buffers else ""
         return f"{self.preset}, {'compiled' if self.is_compiled else 'eager'}{memory}"
 
 
-# The most telling first: a part that is cut off has reported those before.
+# The most important first: if the part is cut off, the finished ones are reported.
 _FULL = (
     Case("qwen3-0.6b", 2, 4096, alternates=True),
     Case("qwen3-1.7b", 2, 4096, is_compiled=True),
@@ -92,7 +92,7 @@ class Side:
     losses: list[torch.Tensor]
 
     def step(self) -> None:
-        """Train one step; returns before the device has."""
+        """Train one step; returns before the device is done."""
         loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
         loss.backward()
         self.clip()
@@ -110,16 +110,16 @@ def run(size: Size, report: Report) -> None:
 
 
 def _open_libraries(device: torch.device) -> None:
-    """Have products take their workspace, which else would count on the first side alone.
+    """Let products allocate their workspaces, which would otherwise count for the first side.
 
-    Backward's thread has a workspace of its own.
+    The thread of backward has a workspace of its own.
     """
     matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     nn.functional.linear(matrix @ matrix, matrix, matrix[0]).sum().backward()
 
 
 def build(side: str, case: Case, device: torch.device) -> Side:
-    """Return a side as it begins; both have equal weights."""
+    """Return a side in its initial state; both have equal weights."""
     config = presets[case.preset]
     with device:
         model: nn.Module = build_model(config, seed=0)
@@ -138,7 +138,7 @@ def build(side: str, case: Case, device: torch.device) -> Side:
             "nccl_user_buffers": case.has_user_buffers,
         }
         for layer in layers:
-            # As FSDP2 does by default; ours would keep the last layer for backward.
+            # FSDP2's default; ours would keep the last layer for backward.
             megafsdp.fully_shard(layer, reshard_after_forward=True, **options)
         megafsdp.fully_shard(model, **options)
         optimizer = megafsdp.FusedAdam(model.parameters(), max_grad_norm=_MAX_NORM, **_HYPER)
@@ -174,7 +174,7 @@ def _measure(case: Case, device: torch.device, report: Report) -> None:
             found[name] |= _rates(case, times_ms[name], device) | _look_inside(side, device)
             losses[name] = torch.stack(side.losses[:_CHECKED_STEPS]).float().cpu()
             report.figure(case.name, found)
-        # The compiler keeps what it has compiled, and with it the layers.
+        # The compiler keeps compiled code alive, and with it the layers.
         del sides, side
         torch.compiler.reset()
         gc.collect()
@@ -188,7 +188,7 @@ def _measure(case: Case, device: torch.device, report: Report) -> None:
     report.figure(f"{case.name}: ratio", medians[0] / medians[1])
     report.mark(f"{case.name}: over FSDP2", medians[0] / medians[1], at_most=1.0)
     if device.type == "cuda":
-        # Of what was asked for: torch's allocator gives up to 1 MiB more where it cannot use it.
+        # Requested bytes: torch's allocator gives out up to 1 MiB more if it cannot split a block.
         peaks = [found[name]["peak_requested_nbytes"] for name in _SIDES]
         report.mark(f"{case.name}: peak over FSDP2's", peaks[0] / peaks[1], at_most=1.0)
     mfu = found[OURS]["mfu"]
@@ -210,7 +210,7 @@ def _start(name: str, case: Case, device: torch.device, found: dict[str, dict[st
 
 
 def _block_ms(side: Side, device: torch.device) -> float:
-    """Return the milliseconds of a step in a block of them that nothing waits for between."""
+    """Return the milliseconds of a step, measured over a block of steps without waits between."""
     gc.collect()
     _synchronize(device)
     begin_s = time.perf_counter()
@@ -229,7 +229,7 @@ def _rates(case: Case, times_ms: list[float], device: torch.device) -> dict[str,
 
 
 def _look_inside(side: Side, device: torch.device) -> dict[str, Any]:
-    """Return how much was launched in a step, how long the GPU idled, and who waited for it."""
+    """Return how much a step launched, how long the GPU idled, and how often the host waited."""
     spans = kernel_spans(side.step, device)
     return {
         "launches": len(spans),
@@ -240,7 +240,7 @@ def _look_inside(side: Side, device: torch.device) -> dict[str, Any]:
 
 def kernel_spans(call: Callable[[], None], device: torch.device) -> list[tuple[int, int]]:
     """Return when each kernel and copy of a call began and ended, in nanoseconds; none on a CPU."""
-    # Without CPU events a profile of thousands of kernels is made in milliseconds.
+    # Without CPU events, a profile of thousands of kernels takes only milliseconds.
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
@@ -255,7 +255,7 @@ def kernel_spans(call: Callable[[], None], device: torch.device) -> list[tuple[i
 
 
 def idle_share(spans: list[tuple[int, int]]) -> float | None:
-    """Return the part of the time from the first to the last span that lies in none."""
+    """Return the share of the time between the first and the last span that is in no span."""
     if not spans:
         return None
     begin, end = min(span[0] for span in spans), max(span[1] for span in spans)
@@ -285,7 +285,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> dict[str, int]:
-    """Return what is requested and allocated; peaks count from here on."""
+    """Return the requested and the allocated bytes; peaks count from here on."""
     if device.type != "cuda":
         return {}
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
 """Part 7: two ranks that share one GPU and exchange by gloo: the losses, and the time of a step.
 
-NCCL refuses two ranks on one GPU. Gloo takes every exchange through the host, and that is what
-bounds these times, on both sides: they say nothing about NCCL.
+NCCL refuses two ranks on one GPU. Gloo takes every exchange through the host, which bounds these
+times on both sides: they say nothing about NCCL.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megafsdp.models.common import TransformerLayer
 
 _CHECKED_STEPS, _WARM_UP_STEPS, _TIMED_STEPS = 10, 2, 5
 _PRESET, _ROWS, _MAX_NORM = "qwen3-toy", 4, 1.0
-# Of losses near 6: attention and embeddings add up in another order by rows and on a GPU, and ten
-# steps of Adam carry that on.
+# For losses near 6: sums in attention and embeddings have another order with fewer rows and on a
+# GPU, and ten steps of Adam amplify that.
 _LOSS_TOLERANCE = 1e-3
 
 
@@ -48,7 +48,7 @@ def _run_rank(size: Size, report: Report) -> None:
         except RuntimeError as error:
             if name == train_step.OURS:
                 raise
-            # What torch's engine asks of it on a GPU, gloo may refuse.
+            # gloo may refuse what torch's engine asks for on a GPU.
             step_ms = f"not available: {error}"
         if dist.get_rank() == 0:
             report.figure(f"step ms by gloo, {name}", step_ms)
