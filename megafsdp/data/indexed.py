@@ -124,10 +124,10 @@ class IndexedDataset:
         return self.tokens[start : start + num_tokens]
 
     def fingerprint(self) -> str:
-        """Return text that is equal for copies of a file only: figures and two hashes.
+        """Return text that all copies of a file share: figures and two hashes.
 
-        One hash is of the lengths of all sequences, one of 64 evenly spaced ranges of 512 tokens: a
-        copy that differs only between these ranges has the same fingerprint.
+        One hash is of the lengths of all sequences, one of 64 evenly spaced ranges of 512 tokens.
+        Files that differ only between these ranges have the same fingerprint.
         """
         last_start = max(self.num_tokens - _RANGE_NUM_TOKENS, 0)
         sampled = hashlib.sha256()

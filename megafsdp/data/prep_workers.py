@@ -8,8 +8,8 @@ process and memory does not grow with the corpus::
     worker 0        [ 0  ][ 2        ][ 4        ]
     worker 1           [ 1     ][ 3        ][ 5 ...
 
-Each worker has a pipe of its own that no other worker shares: a process that ends, even if it is
-killed, closes the pipe, and the process at the other end notices at once.
+Each worker has a pipe of its own, with no end in a third process: a process that ends, even if it
+is killed, closes the pipe, and the process at the other end notices at once.
 """
 
 from __future__ import annotations

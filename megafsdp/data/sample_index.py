@@ -105,9 +105,9 @@ def plan_epochs(
 ) -> EpochPlan:
     """Count epochs and samples.
 
-    The last epoch is shuffled apart when less than 80 % of it is asked for: else the samples that
-    are not reached would be drawn from every epoch, and some documents would be seen less often
-    than others.
+    The last epoch is shuffled apart when less than 80 % of it is asked for: otherwise the samples
+    that are not reached would be drawn from every epoch, and some documents would be seen less
+    often than others.
 
     Args:
         tokens_per_epoch: Tokens of all documents once, at least one.
