@@ -203,7 +203,7 @@ class DataSection:
         validation: Prefixes to evaluate on, each read once from end to end.
         split: Instead of validation prefixes, shares of each training prefix, such as "99,1".
         tokenizer: "byte", the path of a tokenizers JSON file or its folder, or "auto" for that of
-            model.from_hf, else byte; for bits per byte and text samples. null does without.
+            model.from_hf, else byte. It gives bits per byte and text samples; null does without.
         sequence_length: Tokens in a sample.
         document_mask: Tokens see only those of their own document, at the positions that they have
             in it. Documents end with the tokenizer's end-of-document token.

@@ -2,7 +2,7 @@
 
 Colours are names of CSS variables, so light, dark and print are a matter of page.css alone. Words
 that begin with @ are filled in by page.js: what the horizontal axis shows, and whether the vertical
-one is logarithmic. Data stand beside a specification, as columns.
+one is logarithmic. Data are kept beside a specification, as columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Put a page together: one HTML file with its charts, styles and the plotting library inside.
 
-The library is Vega-Lite with Vega and Vega-Embed, as one bundle of about 0.9 MB out of the package
+The library is Vega-Lite with Vega and Vega-Embed, as one bundle of about 0.9 MB from the package
 vl-convert-python. Nothing is loaded when the page is opened.
 """
 

@@ -42,7 +42,7 @@ _LOSS, _MEMORY = "loss", "memory_nbytes"
 _NOT_COMPARED = ("run.directory", "run.name")
 _ABSENT = "-"
 _TIME_UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "h"), (300, 60, "min"), (0, 1, "s"))
-# What a mark looks like and what it stands for, by its kind.
+# How each kind of mark looks and what it stands for.
 _KEY_OF_MARKS = {
     "resumed": (
         '<svg width="16" height="14"><path d="M8 0V14" stroke="var(--soft)" stroke-width="1.5"'

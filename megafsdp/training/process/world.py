@@ -96,7 +96,7 @@ def launch_number(name: str, default: int) -> int:
         default: The number if it is not set.
 
     Raises:
-        ConfigError: It is no whole number of at least 0.
+        ConfigError: It is not a whole number of at least 0.
     """
     text = os.environ.get(name, str(default))
     if not text.isdecimal():

@@ -66,7 +66,7 @@ class QueuedStep:
         losses: The microbatches' losses, 1-D.
         numbers: What the host reads.
         loss_scale: Factor on the loss; None without loss scaling.
-        wanted: What else is among the numbers.
+        wanted: Which other statistics are among the numbers.
     """
 
     batches: Sequence[Batch]
