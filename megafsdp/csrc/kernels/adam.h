@@ -195,7 +195,8 @@ MEGAFSDP_INLINE void prefetch_tile(const AdamBuffers& job, int64_t start) {
   prefetch(job.exp_avg_sq, itemsize_of(job.state_dtype));
 }
 
-// Returns the number of elements to where streamed outputs begin a line, and 16-bit copy_out too.
+// Returns the number of elements to where fp32 outputs begin a pair of lines, at which the 16-bit
+// copy_out begins a line.
 MEGAFSDP_INLINE int64_t numel_to_line(const AdamBuffers& job, int64_t start) {
   if (!job.streams || job.new_weight == nullptr) return 0;
   constexpr uintptr_t kNbytes = 2 * kLineNbytes;

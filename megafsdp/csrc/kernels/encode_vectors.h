@@ -74,7 +74,7 @@ MEGAFSDP_AVX2 MEGAFSDP_INLINE __m256 load_avx2(const BFloat16* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-// Rounds with such a sum. Zero may lose its sign.
+// Rounds by adding and subtracting a multiple of the value's power of two. Zero may lose its sign.
 template <typename Through>
 MEGAFSDP_AVX2 MEGAFSDP_INLINE __m256 round_avx2(__m256 value) {
   if constexpr (std::is_same_v<Through, BFloat16>) {
@@ -186,7 +186,7 @@ MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 round_avx512(__m512 value) {
 template <typename Through>
 MEGAFSDP_AVX512 MEGAFSDP_INLINE __m512 power_avx512(__m512 x, __m512 value) {
   if constexpr (std::is_same_v<Through, BFloat16>) {
-    // Of three operands a, b and c: b where a has a bit, else c.
+    // Takes the bit of b where a has one, else that of c.
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
         _mm512_set1_epi32(kInfinityBits), _mm512_castps_si512(x),
         _mm512_castps_si512(power_avx512(value)), 0xca));
@@ -200,7 +200,7 @@ template <int64_t kRows, typename Element, typename Through, typename Source>
 MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const float* factors,
                                    int64_t num_cols, uint8_t* codes, bool streams) {
   using Code = VectorCode<Element>;
-  // Of three operands, bit by bit.
+  // Bitwise functions of three operands.
   constexpr int kAOrBOrC = 0xfe, kBWhereCElseA = 0xd8;
   constexpr int kLargerWithFirstSign = 0b0011;
   const __m512 raise = float_of_avx512(kFloatOneBits + Code::kRaise);
@@ -211,7 +211,7 @@ MEGAFSDP_AVX512 bool encode_avx512(const Source* values, int64_t stride, const f
   // Packing takes from its operands in turn, in each quarter of a vector: this undoes the order.
   const __m512i in_order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  // As much of 16 bits as joined codes, packed once more beside themselves, have of them.
+  // The same for joined codes, which are packed with themselves, in units of 16 bits.
   const __m512i joined_in_order = _mm512_castsi256_si512(
       _mm256_setr_epi16(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27));
   __m512i exponents = _mm512_setzero_si512(), largest = _mm512_setzero_si512();

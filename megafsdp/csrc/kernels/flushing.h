@@ -61,7 +61,7 @@ struct Flushing {
     return Math::take(rounded);
   }
 
-  // A quotient is off the threshold by a factor of at least 2**-49, so double tells on which side.
+  // A quotient differs from the threshold by 2**-49 of it or more, so double tells on which side.
   MEGAFSDP_INLINE static float div(float a, float b) {
     const float rounded = Math::div(a, b);
     if (is_at_border(rounded)) return settle(rounded, static_cast<double>(a) / b, 0.0);

@@ -472,8 +472,8 @@ struct EncodeJob {
   }
 };
 
-// Writes the values of the rows; codes and values are those of the whole stack. of_matrices has the
-// maximum of each matrix, and is null if the family has none.
+// Writes the values of the rows; the buffers of codes and values begin at the stack's first row.
+// of_matrices has the maximum of each matrix, and is null if the family has none.
 template <typename Element, typename Out>
 struct DecodeJob {
   FragmentRows rows;
