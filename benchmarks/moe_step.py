@@ -35,7 +35,7 @@ from megafsdp.models import ModelConfig, TransformerLayer, build_model, presets
 from megafsdp.models.language_model import LanguageModel
 from megafsdp.parallel import parallelize
 
-# What a copy is called in a profile.
+# The name of a copy in a profile.
 _COPY = "aten::copy_"
 
 
