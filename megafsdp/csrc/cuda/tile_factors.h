@@ -37,7 +37,7 @@ MEGAFSDP_INLINE float decode_factor_of(ScalingKind scaling, const void* entries,
   return factor;
 }
 
-// Writes a tile's entry of a table. A GPU's NaN has another pattern than the one of tables.
+// Writes a tile's entry of a table. NaN gets the one pattern of tables, as a GPU's has another.
 template <typename Element>
 MEGAFSDP_INLINE void write_entry(ScalingKind scaling, uint32_t maximum, const uint32_t* of_matrix,
                                  void* entries, int64_t tile) {

@@ -9,7 +9,8 @@
 namespace megafsdp {
 
 MEGAFSDP_INLINE float join_halves(uint16_t high, int16_t low) {
-  // A zero never has a negative low half; a zero written over another weight would become NaN.
+  // A zero has no negative low half of its own, but one that was written over another weight keeps
+  // that weight's low half, which would make it NaN.
   const bool is_another = (high & 0x7fff) == 0 && low < 0;
   const uint32_t rest = is_another ? 0 : static_cast<uint32_t>(static_cast<int32_t>(low));
   return float_of((static_cast<uint32_t>(high) << 16) + rest);

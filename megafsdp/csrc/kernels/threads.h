@@ -164,9 +164,9 @@ class Workers {
     }
   }
 
-  // Keeps the workers off the core that this thread runs on; they may use its other cores. A system
-  // that sees no shared cache between the cores, as in many virtual machines, would wake them on
-  // this core, to run in turn with this thread, though other cores are idle.
+  // Limits the workers to the cores that this thread may use, without the one that it runs on. A
+  // system that sees no shared cache between the cores, as in many virtual machines, would wake
+  // them on this core, to run in turn with this thread, though other cores are idle.
   void keep_off_this_core() {
 #if defined(__linux__)
     const int core = sched_getcpu();

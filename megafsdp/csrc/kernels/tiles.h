@@ -59,8 +59,8 @@ MEGAFSDP_INLINE uint32_t magnitude_of(Source value) {
   return bits_of(to_float(value)) & kMagnitudeMask;
 }
 
-// Returns a magnitude rounded to another type. Others than finite ones become infinity's bits or
-// more.
+// Returns a magnitude rounded to another type; one that is not finite becomes any bits from
+// infinity's on.
 template <typename Through>
 MEGAFSDP_INLINE uint32_t round_magnitude(uint32_t bits) {
   if constexpr (std::is_same_v<Through, BFloat16>) {
