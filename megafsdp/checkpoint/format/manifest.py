@@ -2,9 +2,9 @@
 
 ``manifest.json`` lists every tensor with its global shape, dtype and the place of each stored
 chunk, which tensors are the parts of a fused one, every non-tensor object, the size of every file,
-and what made the checkpoint. It carries its own checksum and one for every record. ``.metadata``
-says the same in the words of torch DCP and is derived from the manifest, so
-``torch.distributed.checkpoint`` reads the directory alone; loading here never opens it.
+and what made the checkpoint. It carries its own checksum and one for every record. ``.metadata`` is
+derived from the manifest and holds the same facts in torch DCP's form, so that
+``torch.distributed.checkpoint`` can read the directory without us; loading here never opens it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from megafsdp.mesh.torch_private import StorageInfo
 
 MANIFEST_FILE = "manifest.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# What remains where a checkpoint cannot be read.
+# The remedy in error messages where a checkpoint cannot be read.
 ANOTHER_STEP = f"load another step: pass step=, or write its number into {TRACKER_FILE}"
 DCP_METADATA_FILE = ".metadata"
 FORMAT_VERSION = 2
-# What may follow the last brace, as where an editor or a copy has changed the end of the line.
+# Bytes that may follow the last brace: an editor or a copy may change the end of the line.
 _MOST_SPACE = 2
 
 
@@ -79,7 +79,7 @@ class TensorEntry:
         shape: Global shape.
         dtype: Name of the dtype without ``torch.``.
         chunks: Regions that cover the tensor, each once.
-        fused: Logical tensors inside, as its layer declared them, where it is stored whole.
+        fused: If a fused tensor is stored whole, its logical parts, as the layer declared them.
     """
 
     shape: tuple[int, ...]
@@ -106,12 +106,12 @@ class Manifest:
         aliases: Further names of stored tensors (tied parameters): key -> stored key.
         files: Size in bytes of every other file.
         fused_into: Key of each fused tensor that is stored in parts -> ``{"parts": keys in order,
-            "dim": where they lie}``, and ``"num_groups"`` if the saved module had the parts in
-            several groups. Scalars, such as a count of steps, are equal in all parts.
-        has_whole_order: Whether each fused tensor is in the order of the whole. If not, one of a
-            model that our engine had not cut may be in the order of the ranks.
-        checksum: That of ``manifest.json``, which differs between two saves of a step; None where
-            the manifest was not read from one.
+            "dim": the dim that joins them}``, and ``"num_groups"`` if the saved module had the
+            parts in several groups. Scalars, such as a count of steps, are equal in all parts.
+        has_whole_order: Whether each fused tensor is in the order of the whole. If not, a fused
+            tensor of a model that our engine had not cut may be in the order of the ranks.
+        checksum: Checksum of ``manifest.json``, which differs between two saves of a step; None if
+            the manifest was not read from a file.
     """
 
     step: int
@@ -154,7 +154,8 @@ def joining(parts: list[str], dim: int, num_groups: int = 1) -> dict[str, Any]:
     Args:
         parts: Keys of the parts, in their order along ``dim``.
         dim: The dimension along which they are joined.
-        num_groups: How often pieces of all parts follow each other in the whole.
+        num_groups: How many times the sequence of all parts repeats in the whole tensor, each time
+            with the next piece of each part.
     """
     groups = {"num_groups": num_groups} if num_groups > 1 else {}
     return {"parts": parts, "dim": dim} | groups
@@ -166,7 +167,7 @@ def section_of(key: str) -> str:
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Return the nested path of a key, in which a parameter's name is one component.
+    """Return the nested path of a key; the name of a parameter is one component of it.
 
     ``optimizer.state.blocks.0.weight.sum`` is ``("optimizer", "state", "blocks.0.weight", "sum")``.
     """
@@ -279,7 +280,7 @@ def _manifest_from_json(body: dict, checksum: int) -> Manifest:
         aliases=body["aliases"],
         files=dict(map(tuple, body["files"])),
         fused_into=body["fused_into"],
-        # Releases that stored the order of the ranks wrote nothing of it.
+        # Releases that stored the order of the ranks did not write this field.
         has_whole_order=body.get("has_whole_order", False),
         checksum=checksum,
     )
@@ -293,10 +294,10 @@ def require_same(manifest: Manifest, directory: Location) -> None:
         directory: The checkpoint's own directory.
 
     Raises:
-        CheckpointError: The checkpoint went, or another one has its name.
+        CheckpointError: The checkpoint was removed, or replaced by another one of that name.
     """
     if isinstance(directory, StorePath):
-        # Files of another save have other names there.
+        # In a store, the files of another save have other names.
         return
     end = f'"crc32":{manifest.checksum}}}'.encode()
     try:
@@ -320,26 +321,26 @@ def write_dcp_metadata(
     *,
     paths: Mapping[str, tuple[str | int, ...]] | None = None,
 ) -> L:
-    """Write ``.metadata``, the same facts in torch DCP's words, and return its path.
+    """Write ``.metadata``, the same facts in torch DCP's form, and return its path.
 
-    It describes fused tensors under their whole names too, by the records of their parts, so that
-    ``dcp.load`` of a module's own ``state_dict()`` finds them.
+    A fused tensor is also described under its whole name, with the records of its parts as chunks,
+    so that ``dcp.load`` of a module's own ``state_dict()`` finds it.
 
     Args:
         manifest: The facts.
         directory: Where the file goes.
-        paths: Nested path of each key; None means that of :func:`path_of`.
+        paths: Nested path of each key; None means the paths from :func:`path_of`.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     stored = dict(manifest.tensors)
     stored |= {key: manifest.tensors[target] for key, target in manifest.aliases.items()}
     for key, fused in manifest.fused_into.items():
-        # Of a manifest that lacks a part, which verifying one must survive, no whole is described.
+        # A manifest may lack a part, and verification must survive that: skip the whole then.
         is_complete = stored.keys() >= set(fused["parts"])
         if is_complete and fused.get("num_groups", 1) == 1:
             stored[key] = _joined([stored[part] for part in fused["parts"]], fused["dim"])
-    # Layers, and weights and their states, are cut alike: one object stands for all, pickled once.
+    # Equal regions recur in layers and states: each is one shared object, which is pickled once.
     made: dict[Region, ChunkStorageMetadata] = {}
     for key, entry in stored.items():
         chunks = [made.get(c.region) or _chunk(c.region, made) for c in entry.chunks]
@@ -374,7 +375,7 @@ def _chunk(region: Region, made: dict[Region, ChunkStorageMetadata]) -> ChunkSto
 
 
 def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
-    """Describe the tensor that parts make one after another; of scalars, which are equal, one."""
+    """Describe the concatenation of parts; for scalars, which are equal, return the first."""
     first = parts[0]
     if not first.shape:
         return first
@@ -389,7 +390,7 @@ def _joined(parts: list[TensorEntry], dim: int) -> TensorEntry:
 
 
 def _reduce_place(place: StorageInfo) -> tuple[Any, tuple[Any, ...], Any]:
-    """Return what pickle makes of a place by itself."""
+    """Return the reduce value that pickle would make of a place itself."""
     state = {
         "relative_path": place.relative_path,
         "offset": place.offset,

@@ -1,7 +1,7 @@
 """Plain values: what a checkpoint stores beside tensors, loadable without any class of ours.
 
-``torch.load(weights_only=True)`` decides what that is. What it would refuse is refused here, before
-it is stored, with its place.
+They are the values that ``torch.load(weights_only=True)`` accepts. All others are refused here,
+before they are stored, by an error that names their place.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from megafsdp.errors import CheckpointError
 
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# torch.load(weights_only=True) has no opcode of pickle for integers above 255 bytes.
+# torch.load(weights_only=True) lacks the pickle opcode for integers above 255 bytes.
 _MAX_BITS = 255 * 8 - 1
 
 
 def whole_number(value: object, least: int) -> int | None:
-    """Return an integer of any type, such as numpy's, as Python's; None unless ``least`` or more.
+    """Return an integer of any type, such as numpy's, as an ``int``; None if below ``least``.
 
-    What becomes a file's name would else be spelt as its own type spells it, ``True`` for one.
+    Other types, such as ``True``, would print differently in a file name.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -35,8 +35,8 @@ def whole_number(value: object, least: int) -> int | None:
 def plain(where: str, value: object) -> object:
     """Copy a structure of plain values so that it loads with ``weights_only=True``.
 
-    Tensors are detached and brought to the CPU, numpy scalars become Python's, named tuples plain
-    ones.
+    Tensors are detached and copied to the CPU, numpy scalars become Python scalars, and named
+    tuples become plain tuples.
 
     Args:
         where: Key of the value, for the message.
@@ -44,8 +44,8 @@ def plain(where: str, value: object) -> object:
             dicts of them.
 
     Raises:
-        CheckpointError: There is something else inside, or a DTensor, of which a rank has only a
-            part.
+        CheckpointError: There is something else inside, such as a DTensor: a rank has only a part
+            of it.
     """
     if isinstance(value, DTensor):
         problem = f"a DTensor of shape {tuple(value.shape)}"
@@ -74,5 +74,5 @@ def plain(where: str, value: object) -> object:
 
 
 def _is_python_scalar(value: np.generic) -> bool:
-    """Return whether a scalar has a plain form: dates in nanoseconds become mere integers."""
+    """Return whether a scalar has a plain form; dates do not, as some become mere integers."""
     return value.dtype.kind not in "mM" and type(value.item()) in _PLAIN_TYPES

@@ -1,7 +1,7 @@
-"""How a save becomes a checkpoint at once: on a disk by a rename, in a store by its manifest.
+"""How a save becomes a checkpoint atomically: on a disk by a rename, in a store by its manifest.
 
-The one place that tells the two apart; writers ask :func:`saves_to` and go the same way in both:
-prepare, write files, describe, publish, prune, and discard where it fails.
+This is the only place that tells the two apart. Writers ask :func:`saves_to` and do the same for
+both: prepare, write files, describe, publish, prune, and discard after a failure.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 class Saves(Protocol):
-    """Saves to one root; all of it runs on rank 0."""
+    """Saves to one root; every method runs on rank 0."""
 
     def prepare(self, step: int) -> Draft:
-        """Begin a checkpoint, after removing what saves that died have left.
+        """Remove what dead saves have left, then begin a checkpoint.
 
         Raises:
             CheckpointError: The step is the published one already, or the root is no directory.
@@ -35,24 +35,24 @@ class Saves(Protocol):
         """Write ``.metadata`` and, last, the manifest, durably.
 
         Args:
-            manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
+            manifest: Contents of the checkpoint; ``.metadata`` is added to its ``files``.
             draft: The begun checkpoint, with all records in it.
 
         Raises:
-            CheckpointError: Another job has removed them.
+            CheckpointError: Another job has removed the draft.
         """
 
     def publish(self, draft: Draft) -> Location:
         """Make a described draft the latest checkpoint and return its directory."""
 
     def discard(self, draft: Draft) -> None:
-        """Remove what was written of a draft, unless it was published; warn if it stays."""
+        """Remove what was written of a draft, unless it was published; warn if that fails."""
 
     def prune(self, *, keep_last: int | None, keep_every: int | None) -> list[int]:
         """Remove the checkpoints that :func:`save_root.prune` chooses, and return their steps."""
 
     def clear(self) -> None:
-        """Remove all checkpoints; warn of those that stay.
+        """Remove all checkpoints; warn of those that cannot be removed.
 
         The tracker goes first, so that a half-removed checkpoint is never the latest one.
         """
@@ -82,7 +82,7 @@ class DiskSaves:
         return save_root.publish(_on_disk(draft), self.root, draft.step)
 
     def discard(self, draft: Draft) -> None:
-        """Remove the temporary directory; after the renaming there is none."""
+        """Remove the temporary directory, if it is not yet renamed."""
         if _on_disk(draft).exists():
             save_root.remove(_on_disk(draft))
 
@@ -93,7 +93,7 @@ class DiskSaves:
                 self.root, keep_last=keep_last, keep_every=keep_every, retire=save_root.retire
             )
         except OSError as error:
-            # The save is published: it must not fail by what is done after it.
+            # The save is published: a failure of the cleanup must not fail it.
             _LOGGER.warning("old checkpoints stay in '%s': %s", self.root, error)
             return []
 

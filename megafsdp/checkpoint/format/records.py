@@ -1,12 +1,12 @@
 """Records: payloads one after another in a rank's file, each in the form of ``torch.save``.
 
 This is the format of torch DCP's file-system storage (``__<rank>_0.distcp``). A record is a plain
-tensor or a structure of plain values, and loads with ``weights_only=True``. Which tensor a record
-is part of stands in the manifest.
+tensor or a structure of plain values, and loads with ``weights_only=True``. The manifest says which
+tensor a record belongs to.
 
-``torch.save`` writes whole storages, and a shard is a view of a flat buffer; it also reads every
-byte twice more for checksums. So large tensors are written here, as views, and summed up once: such
-a record is the same zip archive with the same entries.
+``torch.save`` writes whole storages, while a shard is a view of a flat buffer; it also reads every
+byte twice more for checksums. So large tensors are written here, straight from the view, and their
+checksum is computed once: the record is the same zip archive with the same entries.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megafsdp.device.torch_private import tensor_rebuilder
 from megafsdp.errors import CheckpointError, listed
 from megafsdp.mesh.torch_private import file_view
 
-# A checksum is made in pieces of this size, so that verifying needs no memory to speak of.
+# Checksums are computed in pieces of this size, so that verification needs little memory.
 _PIECE_NBYTES = 1 << 24
-# Below this torch.save's own pass over a copy costs less than an archive made in Python.
+# Below this size, torch.save on a copy is cheaper than an archive made in Python.
 _LARGE_NBYTES = 1 << 18
 _CRC32_POLYNOMIAL = 0xEDB88320
-# The class by which torch.save names a storage; other dtypes are left to torch.save.
+# The class by which torch.save names a storage; torch.save itself writes other dtypes.
 _STORAGE_CLASSES = {
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,
@@ -43,11 +43,11 @@ _STORAGE_CLASSES = {
 
 
 class RecordSums:
-    """Put records together and sum them up; nothing is kept of them.
+    """Assemble records and compute their checksums, without keeping their bytes.
 
     Attributes:
-        file_name: Of the file that they go to; empty for none.
-        nbytes: Of all records so far.
+        file_name: Name of the file that the records go to; empty for none.
+        nbytes: Bytes of all records so far.
     """
 
     def __init__(self, file_name: str = "") -> None:
@@ -57,7 +57,7 @@ class RecordSums:
         self._sums_up = True
 
     def append_tensor(self, tensor: torch.Tensor) -> Record:
-        """Append a plain tensor, on any device; only its own elements are taken."""
+        """Append a plain tensor, on any device; only its own elements, not its whole storage."""
         on_cpu = tensor.detach().cpu().contiguous()
         if on_cpu.nbytes >= _LARGE_NBYTES and on_cpu.dtype in _STORAGE_CLASSES:
             return self._append_large(on_cpu)
@@ -66,7 +66,7 @@ class RecordSums:
         return self.append_object(on_cpu)
 
     def append_object(self, value: object) -> Record:
-        """Append a structure of plain values, as ``plain_values.plain`` makes it."""
+        """Append a structure of plain values, as ``plain_values.plain`` returns it."""
         start = self._begin()
         archive = io.BytesIO()
         torch.save(value, archive)
@@ -74,7 +74,7 @@ class RecordSums:
         return self._end(start)
 
     def _append_large(self, tensor: torch.Tensor) -> Record:
-        """Append the archive that ``torch.save`` makes of a tensor, its bytes written in place."""
+        """Append the archive that ``torch.save`` would make, without a copy of the elements."""
         start = self._begin()
         payload = tensor.reshape(-1).view(torch.uint8).numpy().data
         pickled = io.BytesIO()
@@ -85,7 +85,7 @@ class RecordSums:
             entry = zipfile.ZipInfo("archive/data/0")
             entry.file_size = payload.nbytes
             with archive.open(entry, "w") as stream:
-                # The archive sums its entries up itself.
+                # ZipFile computes the CRC of the entry; it is combined with ours below.
                 before, self._sums_up = self._crc32, False
                 stream.write(payload)
                 self._crc32, self._sums_up, after = 0, True, self.nbytes
@@ -102,7 +102,7 @@ class RecordSums:
         return Record(self.file_name, start, self.nbytes - start, self._crc32)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Sum bytes of a record up."""
+        """Add bytes of a record to the checksum and the count."""
         nbytes = memoryview(data).nbytes
         if self._sums_up:
             self._crc32 = zlib.crc32(data, self._crc32)
@@ -119,12 +119,12 @@ class RecordWriter(RecordSums):
     Args:
         directory: Where the file goes.
         rank: The rank whose file it is.
-        suffix: Of the file's name; tells attempts apart where they write to one directory.
+        suffix: Suffix of the file name; tells apart attempts that write to one directory.
     """
 
     def __init__(self, directory: Location, rank: int, *, suffix: str = "") -> None:
         super().__init__(f"__{rank}_0{suffix}.distcp")
-        # Unbuffered: archives are put together in memory, but for their tensor.
+        # Unbuffered: small archives are assembled in memory, large tensors are written whole.
         self._stream = (directory / self.file_name).open("wb", buffering=0)
 
     def __enter__(self) -> RecordWriter:
@@ -136,7 +136,7 @@ class RecordWriter(RecordSums):
         self.close(is_durable=kind is None)
 
     def close(self, *, is_durable: bool) -> None:
-        """Close the file, after waiting until it is on the disk if it will be published."""
+        """Close the file; if it will be published, wait until it is on the disk first."""
         if isinstance(self._stream, StoreOutput):
             if is_durable:
                 self._stream.close()
@@ -148,7 +148,7 @@ class RecordWriter(RecordSums):
                 os.fsync(self._stream.fileno())
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes of a record and sum them up."""
+        """Write bytes of a record and add them to the checksum."""
         left = memoryview(data)
         while left.nbytes:
             left = left[self._stream.write(left) :]
@@ -159,7 +159,7 @@ _Reader = TypeVar("_Reader", bound="RecordReader")
 
 
 class RecordReader:
-    """Read records of one directory; a context manager, which has one file open at a time.
+    """Read records of one directory; a context manager that has one file open at a time.
 
     Args:
         directory: The checkpoint's own directory.
@@ -202,7 +202,7 @@ class RecordReader:
             ) from error
 
     def checksum(self, record: Record) -> tuple[int, int]:
-        """Return the CRC-32 of a record's bytes, read in pieces, and how many the file lacks."""
+        """Return the CRC-32 of a record, read in pieces, and how many bytes the file lacks."""
         stream, num_left, found = self._at(record), record.nbytes, 0
         while num_left and (piece := stream.read(min(num_left, _PIECE_NBYTES))):
             found = zlib.crc32(piece, found)
@@ -234,20 +234,20 @@ class RecordReader:
         return self._read(record)
 
     def read_description(self, record: Record) -> object:
-        """Read a record with its tensors on the meta device, which reads none of their elements."""
-        # A BinaryIO is an IOBase, and the view of one a BinaryIO; the stubs say neither.
+        """Read a record with its tensors on the meta device; no elements are read."""
+        # The stubs do not know that a BinaryIO is an IOBase, and the view a BinaryIO.
         view = file_view(self._at(record), record.offset, record.nbytes)  # type: ignore[arg-type]
         return torch.load(view, weights_only=True, map_location="meta")  # type: ignore[arg-type]
 
     def _read(self, record: Record) -> torch.Tensor:
         payload = io.BytesIO(self._at(record).read(record.nbytes))
-        # A tensor that is made in inference mode could never be written to outside of it.
+        # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             return torch.load(payload, weights_only=True, map_location="cpu")
 
 
 class _Described:
-    """A tensor as pickle sees it: its shape over a storage of just its elements."""
+    """A tensor as pickle sees it: its shape, and a storage of only its elements."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -278,8 +278,8 @@ class _StoragePickler(pickle.Pickler):
 def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
     """Return the CRC-32 of two byte strings in a row from those of each.
 
-    A CRC is a remainder of polynomials over GF(2): what comes first is shifted by the bits of what
-    comes second, i.e. multiplied by x^(8 n) modulo the CRC's polynomial. Bit 31 is x^0.
+    A CRC is a remainder of polynomials over GF(2): the first string is shifted by the bits of the
+    second, i.e. multiplied by x^(8 n) modulo the CRC's polynomial. Bit 31 is x^0.
 
     Args:
         first: CRC-32 of the first string.

@@ -1,13 +1,13 @@
-"""Regions: axis-aligned parts of a global tensor, which ranks have and chunks on disk store.
+"""Regions: boxes of elements of a global tensor, held by ranks and stored as chunks on disk.
 
 Every tensor of a checkpoint is described by regions, whatever its placement: an uneven DTensor
 publishes the rows it owns, a replicated one the whole tensor, an empty shard nothing. Where a
 stored tensor is only a part of a tensor in memory, or the other way round, :class:`TensorPart`
 shifts the regions. :class:`ReplicaBalance` chooses which replica writes a region, and
-:func:`odd_cells` finds what regions leave out or meet twice.
+:func:`odd_cells` finds the cells that regions leave out or cover twice.
 
-All of it is local arithmetic. Which parts a parameter has is decided in state/fused.py and
-state/experts.py; what a gap or an overlap means, by the caller.
+All of it is local arithmetic. state/fused.py and state/experts.py decide which parts a parameter
+has; the caller decides what a gap or an overlap means.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megafsdp.mesh.torch_private import local_of, root_of
 
 
 def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[Region, int]]:
-    """List the cells that regions do not meet exactly once, with how often they do.
+    """List the cells that regions do not cover exactly once, with how often they cover them.
 
     Example: regions [0:2] and [1:3] of a tensor of 4 elements have the cells [0:1], [1:2], [2:3]
-    and [3:4]; ``[1:2]`` is met twice and ``[3:4]`` never.
+    and [3:4]; ``[1:2]`` is covered twice and ``[3:4]`` never.
 
     Args:
-        shape: The tensor's.
-        regions: Parts of it; the part of a region that lies outside of the tensor is a cell too.
+        shape: Shape of the tensor.
+        regions: Its regions; the part of a region that lies outside the tensor is a cell too.
     """
     covered = [region for region in regions if region.numel]
     bounds = [
@@ -57,7 +57,7 @@ def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[R
     wanted = np.zeros_like(counts)
     wanted[tuple(slice(of_dim[0], of_dim[n]) for of_dim, n in zip(index, shape, strict=True))] = 1
     odd = []
-    # Unlike nonzero(), argwhere() has an answer for a 0-d tensor: its one cell has no index.
+    # argwhere(), unlike nonzero(), supports 0-d arrays: the index of the one cell is empty.
     for cell in np.argwhere(counts != wanted):
         starts = tuple(of_dim[i] for of_dim, i in zip(bounds, cell, strict=True))
         ends = tuple(of_dim[i + 1] for of_dim, i in zip(bounds, cell, strict=True))
@@ -67,7 +67,7 @@ def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[R
 
 
 def is_filled(region: Region, pieces: Sequence[Region]) -> bool:
-    """Return whether pieces inside a region meet each of its elements exactly once."""
+    """Return whether pieces inside a region cover each of its elements exactly once."""
     if len(pieces) == 1:
         return pieces[0] == region
     origin = whole(region.sizes)
@@ -90,10 +90,9 @@ class TensorPart:
     Attributes:
         tensor: The tensor in memory.
         shape: Shape of the stored tensor.
-        regions: Pairs of equal sizes: a region of ``tensor``, and the region of the stored tensor
-            that it is. Those of the stored tensor do not meet.
-        ranks: Global ranks that have the same values, if ``tensor`` is plain and these are not all
-            ranks.
+        regions: Pairs of regions of equal sizes: one of ``tensor``, and the region of the stored
+            tensor with the same elements. The regions of the stored tensor do not overlap.
+        ranks: If ``tensor`` is plain: the global ranks that have the same values; None means all.
     """
 
     tensor: torch.Tensor
@@ -113,11 +112,11 @@ class TensorPart:
 
 
 Stored: TypeAlias = torch.Tensor | TensorPart
-"""A tensor as checkpoints store it: by itself, or as a part of one in memory."""
+"""A tensor as checkpoints store it: a tensor in memory, or a part of one."""
 
 
 def underlying(stored: Stored) -> torch.Tensor:
-    """Return the tensor in memory of which a stored tensor is a part."""
+    """Return the tensor in memory behind a stored tensor."""
     return stored.tensor if isinstance(stored, TensorPart) else stored
 
 
@@ -129,9 +128,9 @@ def local_regions(key: str, stored: Stored) -> list[Region]:
         stored: A plain tensor, a DTensor, anything with DCP's ``__create_chunk_list__``, or a part.
 
     Raises:
-        CheckpointError: The regions do not describe the local tensor. torch's own DTensor guesses
-            equal chunks, and trusting it for uneven rows would lose data silently. Or a tensor is
-            sparse or quantized.
+        CheckpointError: A tensor is sparse or quantized, or the regions do not describe the local
+            tensor. torch's own DTensor assumes equal chunks; for uneven rows that would lose data
+            silently.
     """
     if not isinstance(stored, TensorPart):
         return _regions_of_tensor(key, stored)
@@ -202,7 +201,7 @@ def _view_of_tensor(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 class ReplicaBalance:
-    """Choose which of several equal replicas writes a region, alike on all of them.
+    """Choose which of several equal replicas writes a region; all of them choose the same.
 
     Replicas see the same regions in the same order, so a running count of bytes for each set of
     replicas spreads the work with no communication: the rank with the fewest bytes so far writes
@@ -247,10 +246,11 @@ class ReplicaBalance:
         return found
 
     def is_first(self, stored: Stored) -> bool:
-        """Return whether this rank's mesh is the one, of several, whose ranks write a tensor.
+        """Return whether the ranks of this mesh, not of an equal mesh beside it, write a tensor.
 
-        A norm that ``parallelize_module`` leaves plain is on each rank of tp a DTensor of the data
-        axis alone: as many meshes, slices of one root side by side, of which the first writes.
+        A norm that ``parallelize_module`` leaves plain is, on each rank of tp, a DTensor on a mesh
+        of the data axis alone. There are as many such meshes, slices of one root, as ranks of tp;
+        the first one writes.
         """
         tensor = underlying(stored)
         if not isinstance(tensor, DTensor) or _is_partial(stored):
@@ -273,7 +273,7 @@ def _is_first_slice(mesh: DeviceMesh) -> bool:
     coordinate = root.get_coordinate()
     if coordinate is None or root.size() == mesh.size():
         return True
-    # By ranks, as axes that were flattened into one have a name that the root does not know.
+    # Matched by ranks: an axis flattened from several has a name that the root does not know.
     places = torch.isin(root.mesh, mesh.mesh).nonzero()
     beside = (places == places[0]).all(dim=0)
     return not any(torch.tensor(coordinate)[beside])

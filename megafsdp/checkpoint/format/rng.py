@@ -28,10 +28,10 @@ def rng_state() -> dict[str, object]:
 
 
 def restore_rng_state(state: dict) -> None:
-    """Write what :func:`rng_state` returned back into the generators.
+    """Set the generators to the states that :func:`rng_state` returned.
 
     Args:
-        state: The stored states; ``cuda`` is skipped where there is no CUDA device.
+        state: The stored states; ``cuda`` is skipped if there is no CUDA device.
     """
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

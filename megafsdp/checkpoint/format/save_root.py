@@ -2,18 +2,17 @@
 
 On a disk a checkpoint is written to a hidden temporary directory, made durable, renamed to
 ``iter_0000050`` in one step, and only then named in ``latest_checkpointed_iteration.txt``, itself
-replaced in one step. A crash at any instant leaves what the tracker named before, whole. The rules
-that follow:
+replaced in one step. A crash at any instant leaves the checkpoint that the tracker named before,
+whole. This implies:
 
 - Saving the step that the tracker names is refused: replacing it could not be atomic. Any other
-  existing directory of the same step (a run that went back and came by again) is replaced.
-- What a crashed save left behind is removed by the next save, and nothing else: exports under way
-  have temporary directories too. One job at a time may save to a root.
-- Retention looks at steps up to the tracker's only, and never removes that one.
+  existing directory of the step (the run went back and reached the step again) is replaced.
+- The next save removes what a crashed save left behind, and nothing else: exports under way have
+  temporary directories too. One job at a time may save to a root.
+- Retention looks only at steps up to the tracker's, and never removes the tracker's step.
 
-How a store is written to, which has no renames, is in store_root.py; what is read and which steps
-stay is the same for both. Everything here runs on rank 0, except :func:`latest_step` and
-:func:`find`, which only read.
+A store has no renames; store_root.py writes to it. Reading and retention are the same for both.
+Everything here runs on rank 0, except :func:`latest_step` and :func:`find`, which only read.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class Draft:
 
     Attributes:
         root: The save root.
-        folder: Where the files go: a temporary directory, or in a store the step's own.
+        folder: Where the files go: a temporary directory, or in a store the folder of the step.
         step: Training step.
-        suffix: Of the names of files with records; empty where the directory is an attempt's own.
+        suffix: Suffix of the names of record files; empty if the directory belongs to one attempt.
     """
 
     root: Location
@@ -78,7 +77,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         directory: The save root, a path or the URL of a store.
 
     Raises:
-        CheckpointError: The text of the tracker file is no step, or the store does not answer.
+        CheckpointError: The tracker file does not hold a step, or the store does not answer.
     """
     path = location_of(directory) / TRACKER_FILE
     try:
@@ -109,11 +108,11 @@ def published_steps(root: Location) -> list[int]:
 def is_published(folder: Location, *, marker: str = MANIFEST_FILE) -> bool:
     """Return whether the directory of a step holds a checkpoint.
 
-    On a disk it has its name only then. In a store it has a manifest only then.
+    On a disk only a checkpoint has such a name; in a store only a checkpoint has a manifest.
 
     Args:
         folder: The directory.
-        marker: Name of the file that is written last, in a store.
+        marker: Name of the file that is written last in a store.
     """
     return (folder / marker).is_file() if isinstance(folder, StorePath) else folder.is_dir()
 
@@ -152,7 +151,7 @@ def _steps_in_words(root: Location) -> str:
 
 
 def prepare(root: Path, step: int) -> Path:
-    """Remove what crashed saves left and make the temporary directory of a new one.
+    """Remove what crashed saves left and make the temporary directory of a new save.
 
     Returns:
         The empty temporary directory.
@@ -192,14 +191,14 @@ def require_not_latest(root: Location, step: int) -> None:
 
 
 def require_alone(draft: Draft, is_there: bool) -> None:
-    """Refuse to publish a draft that another job's save has removed, as what a dead one has left.
+    """Refuse to publish a draft that another job has removed as the remains of a dead save.
 
     Args:
         draft: The begun checkpoint.
-        is_there: Whether the sign is there by which saves know that it is being written.
+        is_there: Whether the directory or marker that says a draft is being written still exists.
 
     Raises:
-        CheckpointError: It is not.
+        CheckpointError: It does not.
     """
     if not is_there:
         raise CheckpointError.expected(
@@ -211,9 +210,9 @@ def require_alone(draft: Draft, is_there: bool) -> None:
 
 
 def require_ahead(directory: str | os.PathLike[str], step: int) -> None:
-    """Refuse to convert to a step that replaces a checkpoint or makes an older one the latest.
+    """Refuse to convert to a step that replaces a checkpoint or makes an older step the latest.
 
-    A run that went back does both.
+    A training run may do both, after it went back.
 
     Raises:
         CheckpointError: The step is published, or the latest one is not below it.
@@ -235,7 +234,7 @@ def write_descriptions(manifest: Manifest, temporary: Path) -> None:
     """Write ``.metadata`` and, last, the manifest, and wait until both are on the disk.
 
     Args:
-        manifest: What the checkpoint has; its ``files`` receive ``.metadata``.
+        manifest: Contents of the checkpoint; ``.metadata`` is added to its ``files``.
         temporary: The directory, with the records in it.
     """
     described = write_dcp_metadata(manifest, temporary)
@@ -258,7 +257,7 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
         The published directory.
 
     Raises:
-        OSError: A name could not be given; the step has the directory it had, if any.
+        OSError: A rename failed; the step keeps its earlier directory, if it had one.
     """
     final = step_directory(root, step)
     sync_directory(temporary)
@@ -295,7 +294,7 @@ def prune(
     keep_every: int | None,
     retire: Callable[[L], bool],
 ) -> list[int]:
-    """Remove checkpoints that the retention rules do not keep; one that cannot be stays, warned of.
+    """Remove checkpoints that the retention rules do not keep; ``retire`` warns if one cannot be.
 
     Args:
         root: The save root.
@@ -320,7 +319,7 @@ def prune(
 
 
 def retire(path: Path) -> bool:
-    """Remove the directory of a step, at once for readers; return whether it could be moved."""
+    """Remove the directory of a step, atomically for readers; return whether it could be moved."""
     # Renamed first, so that a crash cannot leave a half-removed directory that looks published.
     away = temporary_beside(path)
     try:
@@ -356,27 +355,27 @@ def sync_directory(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a fresh hidden name, in the same folder, to write what will be renamed to a path."""
+    """Return a fresh hidden path in the same folder, to be written and then renamed to a path."""
     return path.with_name(temporary_name(path.name))
 
 
 def temporary_name(name: str) -> str:
-    """Return a fresh name that says what it will become."""
+    """Return a fresh hidden name that contains the final name."""
     return f".tmp-{name}-{uuid.uuid4().hex[:8]}"
 
 
 def named_by(temporary: str) -> str | None:
-    """Return what :func:`temporary_name` was called with; None for any other name."""
+    """Return the name that :func:`temporary_name` was called with; None for any other name."""
     match = _TEMPORARY.fullmatch(temporary)
     return match[1] if match else None
 
 
 @contextlib.contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """Make a directory for files on the way to a path, and remove it; one process at a time.
+    """Make a directory for intermediate files of a path, and remove it; one process at a time.
 
     Args:
-        path: What will be written; what a crash left of earlier scratch files is removed first.
+        path: What will be written; scratch directories that a crash left are removed first.
     """
     remove_leftovers(path.parent, path.name.__eq__)
     scratch = temporary_beside(path)
@@ -388,11 +387,11 @@ def scratch_beside(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
-    """Remove what :func:`temporary_beside` has named and a crash has left.
+    """Remove paths from :func:`temporary_beside` that a crash has left.
 
     Args:
         folder: Where to look.
-        is_own: Returns, for the name of the final path, whether no other process may write it.
+        is_own: Takes the name of a final path; returns whether only this process may write it.
     """
     for path in list(folder.iterdir()):
         name = named_by(path.name)
@@ -401,14 +400,14 @@ def remove_leftovers(folder: Path, is_own: Callable[[str], bool]) -> None:
 
 
 def is_of_saves(name: str) -> bool:
-    """Return whether a name in a save root is one that saves, and nothing else, write to."""
+    """Return whether only saves write to this name in a save root."""
     return name == TRACKER_FILE or _STEP_DIRECTORY.fullmatch(name) is not None
 
 
 def remove(path: Path) -> None:
-    """Remove an unneeded file or directory; warn if it stays, which is no reason to fail.
+    """Remove an unneeded file or directory; only warn if that fails.
 
-    A reader of an old checkpoint is enough for a network file system to keep its directory.
+    A network file system keeps a directory while a reader has a file in it open.
     """
     try:
         if path.is_dir():

@@ -1,6 +1,6 @@
-"""Saves to an object store: no renames, so the manifest, written last, makes a checkpoint.
+"""Saves to an object store: without renames, the manifest, written last, makes a checkpoint.
 
-What lies in a store, and the order in which a save of step 50 writes it::
+The objects in a store, and the order in which a save of step 50 writes them::
 
     run/.tmp-iter_0000050-1a2b3c4d       1  empty: a folder is being written or removed
     run/iter_0000050/
@@ -9,16 +9,16 @@ What lies in a store, and the order in which a save of step 50 writes it::
         manifest.json                    4  from here on the checkpoint is there
     run/latest_checkpointed_iteration.txt  5  from here on it is the latest one
 
-Then the marker goes. A folder without manifest is no checkpoint for any reader. A crash at any
-instant leaves what the tracker named before, whole, and a marker by which the next save finds and
-removes the rest. The rules that follow, beside those of save_root.py:
+Then the marker is removed. No reader takes a folder without manifest for a checkpoint. A crash at
+any instant leaves the checkpoint that the tracker named before, whole, and a marker by which the
+next save finds and removes the rest. This implies, beside the rules of save_root.py:
 
-- The names of a rank's files have an end of their own in each attempt, so an upload that a dead
-  job completes late cannot replace a file of a checkpoint.
-- What goes loses its manifest first. Without one, everything in a step's folder is waste, be it
-  another program's: give each program a root of its own.
+- The names of a rank's files end differently in each attempt, so an upload that a dead job
+  completes late cannot replace a file of a checkpoint.
+- A removal starts with the manifest. Everything in a step's folder without a manifest is waste,
+  even the files of another program: give each program a root of its own.
 - Readers rely on single objects, which stores return as they were last written. Listings, which
-  may lag, decide only what is removed, and what has a manifest is not removed by them.
+  may lag, only decide what is removed, and never remove a folder that has a manifest.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class StoreSaves:
         """Write ``.metadata``, then the manifest, which publishes the folder."""
         folder = _in_store(draft)
         if is_published(folder):
-            # By a run that went back and came by again. It would not fit the new .metadata.
+            # The run went back and reached the step again. The old manifest would not fit the new
+            # .metadata.
             self._require_alone(draft)
             folder.remove([MANIFEST_FILE])
             reached("old manifest removed")
@@ -88,7 +89,8 @@ class StoreSaves:
         assert nbytes is not None, "closing the file has looked for it"
         manifest.files[described.name] = nbytes
         reached("DCP metadata written")
-        # Last: a manifest of files that are gone would be the latest checkpoint, and retire others.
+        # Checked last: a manifest whose files are gone would become the latest checkpoint, and
+        # retention would remove others for it.
         self._require_alone(draft)
         write_manifest(manifest, folder)
         reached("manifest written")
@@ -97,7 +99,7 @@ class StoreSaves:
         require_alone(draft, (self.root / _marker_of(draft)).is_file())
 
     def publish(self, draft: Draft) -> StorePath:
-        """Name the step in the tracker, then remove what the folder had before, and the marker."""
+        """Name the step in the tracker, then remove the folder's older files and the marker."""
         folder = _in_store(draft)
         (self.root / TRACKER_FILE).write_text(f"{draft.step}\n")
         reached("tracker written")
@@ -118,11 +120,11 @@ class StoreSaves:
             names = folder.list_names()[0]
             own = [name for name in names if draft.suffix in name]
             if _has_whole_manifest(folder):
-                # Of this attempt, whose tracker failed, or of the one that it was to replace.
+                # The manifest of this attempt, whose tracker failed, or of the one to be replaced.
                 kept = read_manifest(folder).files
                 names = [name for name in own if name not in kept]
             elif not (self.root / _marker_of(draft)).is_file():
-                # A second job took this one for dead: what else is here may be what it writes.
+                # A second job took this one for dead: the other files may be what it writes.
                 names = own
             folder.remove(names)
             self.root.remove([_marker_of(draft)])
@@ -130,7 +132,7 @@ class StoreSaves:
             _LOGGER.warning("what a failed save wrote stays until the next one: %s", error)
 
     def prune(self, *, keep_last: int | None, keep_every: int | None) -> list[int]:
-        """Remove the manifests of old folders, then the folders; warn of what stays."""
+        """Remove the manifests of old folders, then the folders; warn if that fails."""
         try:
             return prune(self.root, keep_last=keep_last, keep_every=keep_every, retire=self._retire)
         except CheckpointError as error:
