@@ -1,4 +1,4 @@
-"""Saves in the background: copies of what is saved, and the save under way.
+"""Saves in the background: the copies of what is saved, and the save in flight.
 
 Read first: pending_save.py.
 """

@@ -2,7 +2,7 @@
 
 :class:`PendingSave` is one save: a thread that copies what is saved, then writes and publishes it.
 :class:`BackgroundSaves` is what the process remembers between saves; :data:`SAVES` is the only one.
-Code that changes or replaces what is being saved waits for it first. A failure that no call of
+Code that changes or replaces what is being saved waits for the copies. A failure that no call of
 ``result()`` has raised is raised by the next save, and logged at the end of the process.
 
 What to save is decided in checkpoint/async_save.py.
@@ -41,7 +41,8 @@ class PendingSave:
     Args:
         step: The step that is being saved.
         staging: Makes the copies.
-        finish: Writes them; collective, so it is called with the error of a rank without copies.
+        finish: Writes the copies, or gets the error of a rank that has none; collective, so it
+            is called on every rank.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PendingSave:
         Args:
             targets: Modules and optimizers whose ``load_state_dict`` waits for the copies.
         """
-        # A function of the module, not a method: a model must still be pickled meanwhile.
+        # A module-level function, not a bound method: the model must stay picklable meanwhile.
         self._hooks = [
             target.register_load_state_dict_pre_hook(_wait_before_load) for target in targets
         ]
@@ -82,20 +83,20 @@ class PendingSave:
         self._remove_hooks()
 
     def wait_for_copies(self) -> None:
-        """Wait as :meth:`wait_staged` does, from a hook on a module, which stays where it is."""
+        """Wait as :meth:`wait_staged` does, but leave the hooks; for use inside such a hook."""
         self._staging.wait()
 
     def done(self) -> bool:
-        """Return whether the save has ended on this rank, well or not."""
+        """Return whether the save has ended on this rank, with success or not."""
         return not self._thread.is_alive()
 
     @property
     def published(self) -> Location | None:
-        """Return the published directory once it is there; None before, and after a failure."""
+        """Return the published directory; None before publication and after a failure."""
         return self._published
 
     def result(self) -> Location:
-        """Wait for the end and return the published directory; every rank may call it, or not.
+        """Wait for the end and return the published directory; local, so any rank may call it.
 
         Raises:
             CheckpointError: The save failed; what was published before stays.
@@ -137,15 +138,15 @@ class PendingSave:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        # By the thread that saved, which trains. Another one could remove a hook while a
-        # load_state_dict() goes through the hooks of the module.
+        # Only in the thread that called async_save(), which trains: another thread could remove a
+        # hook while load_state_dict() iterates over the hooks of the module.
         if threading.get_ident() == self._caller:
             hooks, self._hooks = self._hooks, []
             for hook in hooks:
                 hook.remove()
 
     def _run(self) -> None:
-        # A reference of this frame alone: the model is freed with the save, not with this object.
+        # Only this frame refers to it: the model is freed with the save, not with this object.
         finish, self._finish = self._finish, None
         assert finish is not None, "a save runs once"
         try:
@@ -186,7 +187,7 @@ class BackgroundSaves:
         if not self._is_watching:
             self._is_watching = True
             os.register_at_fork(after_in_child=self._forget_in_child)
-            # For any optimizer of the process: which one will step is not known here.
+            # For every optimizer of the process: which one will step is not known here.
             register_optimizer_step_pre_hook(self.wait_until_staged)
             register_before_load(self.wait_until_staged)
             atexit.register(self._report_at_exit)
@@ -197,7 +198,7 @@ class BackgroundSaves:
     def group(self) -> dist.ProcessGroup | None:
         """Return a gloo group of all ranks for the thread; made once, collectively.
 
-        The thread's collectives would meet those of training in the default group.
+        In the default group the thread's collectives would mix with those of training.
         """
         if not dist.is_initialized():
             return None
@@ -209,10 +210,10 @@ class BackgroundSaves:
         return self._group[1]
 
     def wait_until_staged(self, *unused: object) -> None:
-        """Wait until nothing that is being saved lies in model or optimizer any more; local.
+        """Wait until all that is being saved is copied out of model and optimizer; local.
 
         Args:
-            unused: What a hook is called with.
+            unused: Arguments of the hook.
         """
         if self._last is not None:
             self._last.wait_staged()
@@ -230,10 +231,11 @@ class BackgroundSaves:
     def raise_failure(self) -> None:
         """Wait for the save, if there is one, and raise its failure, once; called by all ranks.
 
-        Collective if it failed, which it does on all ranks: some may have asked for the result.
+        A save fails on all ranks. If it failed, this is collective: some ranks may have raised the
+        failure from ``result()`` already.
 
         Raises:
-            CheckpointError: It failed, and on some rank no call has raised that yet.
+            CheckpointError: It failed, and on some rank no call has raised the failure yet.
         """
         if self._last is None or not self._last.has_failed():
             return
@@ -241,7 +243,7 @@ class BackgroundSaves:
             self._last.result()
 
     def require_idle(self, step: int) -> int:
-        """Return the step if no save is in flight; for rank 0 to decide, which ends last.
+        """Return the step if no save is in flight; rank 0 decides, as its save ends last.
 
         Raises:
             CheckpointError: A save is in flight.
@@ -266,7 +268,7 @@ class BackgroundSaves:
             _LOGGER.error("the background save of step %d failed: %s", self._last.step, error)
 
     def _flush_on_sigterm(self) -> None:
-        """Have SIGTERM wait for the save, in a program that does not handle the signal."""
+        """Make SIGTERM wait for the save, if the program does not handle the signal."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._finish_and_end)

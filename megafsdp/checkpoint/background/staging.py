@@ -1,10 +1,10 @@
 """Copies of what a background save writes, in host memory that later saves use again.
 
 Fresh memory costs a page fault every few kilobytes, more than the copy itself; so there is one
-slab, which grows when it must. On CUDA it is pinned, the copies run on a side stream behind the
-work that was queued before, and code that changes the originals makes its own stream wait; the host
-waits for nothing. On the CPU the background thread copies, and code that changes the originals
-waits for it.
+slab, which grows when it must. On CUDA the slab is pinned, and the copies run on a side stream
+behind the work that was queued before. Code that changes the originals makes its own stream wait;
+the host waits for nothing. On the CPU the background thread copies, and code that changes the
+originals waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megafsdp.device.streams import device_handle
 
 
 class HostSlab:
-    """Host memory for the copies of one save after another; grows, and is pinned once it must."""
+    """Host memory for the copies of one save after another; it grows and gets pinned on demand."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -33,7 +33,7 @@ class HostSlab:
     def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return an uninitialised contiguous host tensor for each tensor, side by side.
 
-        What was returned before is overwritten by what is written now.
+        They lie in the memory of the tensors that an earlier call returned.
         """
         starts, end = [], 0
         for tensor in tensors:
@@ -48,7 +48,7 @@ class HostSlab:
             ]
 
     def release(self) -> None:
-        """Give the memory back to the system, once no copy lies in it."""
+        """Give the memory back to the system; it is freed when the last copy in it is dropped."""
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _reserve(self, nbytes: int, *, is_pinned: bool) -> None:
@@ -75,8 +75,8 @@ class Staging:
         self._on_host = [pair for pair in pairs if not pair[1].is_cuda]
         self._is_copied = threading.Event()
         self._event: torch.cuda.Event | None = None
-        # The last references to some: the caller puts the copies in their place, and the allocator
-        # would give the memory away while the stream still reads it.
+        # Perhaps the last references: the caller replaces the originals by the copies, and the
+        # allocator would reuse their memory while the stream still reads it.
         self._on_device = [pair for pair in pairs if pair[1].is_cuda]
         self._handle = device_handle("cuda" if self._on_device else "cpu")
         if self._on_device:
@@ -101,7 +101,7 @@ class Staging:
         self._on_device.clear()
 
     def release(self) -> None:
-        """End every wait and drop the copies: the save has ended, or has no copies."""
+        """End every wait and drop the copies; called when the save ends or could not copy."""
         if self._on_device and self._event is not None:
             self._event.synchronize()
         self._on_device.clear()
@@ -110,14 +110,14 @@ class Staging:
         self._is_copied.set()
 
     def detach_from_parent(self) -> None:
-        """End every wait in a forked process: it has no thread that would."""
+        """End every wait in a forked process, which has no background thread to end it."""
         # The lock inside the old event may have been held when the process was forked.
         self._is_copied = threading.Event()
         self._event = None
         self.release()
 
     def wait(self) -> None:
-        """Return when the originals may change: by the host, or by work queued after this call."""
+        """Return when the host, or work queued after this call, may change the originals."""
         self._is_copied.wait()
         if self._event is not None:
             self._handle.wait_event(self._event)
