@@ -1,4 +1,4 @@
-"""Hugging Face files from a checkpoint, and a checkpoint from such files, in one process.
+"""Hugging Face files from a checkpoint, and a checkpoint from Hugging Face files, in one process.
 
 No ranks, no GPU, no model in memory: files of an export are made one at a time, and tensors of an
 import pass one by one. A checkpoint made here holds weights alone and loads into any model of the
@@ -101,15 +101,16 @@ def export_hf_checkpoint(
         directory: The save root, or one checkpoint's own directory.
         target: A local path, made here; must not exist, or be empty.
         step: The step; None means the latest published one.
-        config: Of the model, as for ``export_hf``; None takes what ``import_hf_checkpoint`` stored.
-        dtype: Of floating-point tensors in the files; None keeps that of the main weights.
+        config: Config of the model, as for ``export_hf``; None takes the one that
+            ``import_hf_checkpoint`` stored.
+        dtype: Dtype of floating-point tensors in the files; None keeps that of the main weights.
         max_shard_nbytes: Bytes in a file, at least 1.
         tokenizer: Saved beside the model.
         show_progress: Draw a bar, on a terminal.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or of another model, ``dtype`` is no
-            floating-point one, or the target is taken.
+        CheckpointError: The checkpoint is damaged or of another model, ``dtype`` is not
+            floating-point, or the target is taken.
     """
     final = local_path(target, purpose="Hugging Face files")
     with CheckpointReader(directory, step) as reader:
@@ -152,7 +153,7 @@ def _plan_export(
 
 
 def stored_config(extra: object) -> dict[str, object] | None:
-    """Return the config.json that an imported checkpoint keeps in its extra; None in others."""
+    """Return the config.json that an import stored in the extra of a checkpoint, or None."""
     fields = extra.get(_CONFIG_KEY) if isinstance(extra, Mapping) else None
     return dict(fields) if isinstance(fields, Mapping) else None
 
@@ -167,23 +168,24 @@ def import_hf_checkpoint(
     dtype: torch.dtype | None = torch.float32,
     show_progress: bool = False,
 ) -> Conversion:
-    """Make a checkpoint of weights from Hugging Face files; local, in one process.
+    """Make a checkpoint of the weights in Hugging Face files; local, in one process.
 
     Args:
         source: What ``save_pretrained()`` or ``export_hf()`` wrote.
         directory: The save root, a path or the URL of a store.
         step: The step that the checkpoint is published as.
-        padded_vocab_size: Rows of our embedding; None makes as many as there are.
+        padded_vocab_size: Rows of our embedding; None means as many as in the files.
         keeps_names: Store the tensors as they are, for a model of transformers, of the class that
             ``config.json`` names; otherwise they are mapped to one of ``megafsdp.models``.
-        dtype: Of floating-point tensors in the checkpoint, which is the model's main weights';
-            None keeps that of the files.
+        dtype: Dtype of floating-point tensors in the checkpoint, i.e. of the main weights; None
+            keeps that of the files.
         show_progress: Draw a bar, on a terminal.
 
     Raises:
-        CheckpointError: The files are missing, damaged or not of their ``config.json``, ``dtype``
-            is no floating-point one, or the step is published already, or lower than the latest.
-        ConfigError: There is no such model in ``megafsdp.models``.
+        CheckpointError: The files are missing, damaged or do not match their ``config.json``,
+            ``dtype`` is not floating-point, or the step is published already or lower than the
+            latest.
+        ConfigError: ``megafsdp.models`` has no such model.
     """
     path = local_path(source, purpose="Hugging Face files")
     require_floating(dtype, where="dtype= of an import")
@@ -222,7 +224,7 @@ def import_hf_checkpoint(
 
 
 def _has_no_head(fields: Mapping[str, Any]) -> bool:
-    """Return whether files are of a class such as ``Qwen3Model``, whose names have no prefix."""
+    """Return whether the files are of a bare model such as ``Qwen3Model``: names lack a prefix."""
     named = fields.get("architectures") or []
     return bool(named) and not any("For" in name or "Head" in name for name in named)
 
@@ -254,7 +256,7 @@ def _total_nbytes(plan: HubPlan, dtype: torch.dtype | None) -> int:
 def _add(
     writer: CheckpointWriter, name: str, tensor: torch.Tensor, template: nn.Module | None
 ) -> None:
-    """Write a tensor as ``save`` would store the template's parameter of that name."""
+    """Write a tensor in the form in which ``save`` stores the template's parameter of that name."""
     if template is None:
         writer.add_tensor(_PREFIX + name, tensor)
         return

@@ -1,7 +1,7 @@
 """Hugging Face files from a model in memory, whatever its sharding.
 
 One tensor at a time is gathered to the rank that writes its file; ranks write different files at
-the same time. The way back is import_.py; checkpoints without a model are in checkpoints.py.
+the same time. The inverse is import_.py; conversions without a model are in checkpoints.py.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def export_hf(
 ) -> Path:
     """Write a model as ``transformers`` reads it; collective over all ranks.
 
-    Safetensors files, their index, ``config.json`` and, where there is one, the generation config
-    appear at once, by a rename. One all-to-all a tensor. Beside its shards, a rank needs memory for
-    the tensors of the file that it writes, on the host, and for one gathered tensor.
+    Safetensors files, their index, ``config.json`` and the generation config, if the model has one,
+    appear at once, by a rename. Each tensor takes one all-to-all. Beside its shards, a rank needs
+    host memory for the tensors of the file that it writes, and memory for one gathered tensor.
 
     Args:
         model: One of ``megafsdp.models``, or a model of transformers; sharded or not.
         directory: Made here, on a file system that all ranks share; must not exist, or be empty.
         config: Goes to ``config.json``; None takes ``model.config``. Give Hugging Face fields (see
             ``config_to_hugging_face``) to cut padding off the vocabulary or to name special tokens.
-        dtype: Of floating-point tensors in the files; None keeps that of the main weights.
+        dtype: Dtype of floating-point tensors in the files; None keeps that of the main weights.
         max_shard_nbytes: Bytes in a file, at least 1.
         tokenizer: Saved beside the model, by rank 0.
 
@@ -72,7 +72,7 @@ def export_hf(
         The directory.
 
     Raises:
-        CheckpointError: The model cannot be expressed, ``dtype`` is no floating-point one, the
+        CheckpointError: The model cannot be expressed, ``dtype`` is not floating-point, the
             directory is taken, or a rank could not write or has no memory for it; on all ranks.
             Nothing is left behind.
     """
@@ -116,7 +116,7 @@ def _plan(
 
 
 def _require_memory(model: nn.Module, state: HubState, export: Export) -> None:
-    """Allocate at once what the largest gather and file need on this rank, and free it again.
+    """Allocate what the largest gather and the largest file need on this rank, then free it.
 
     A rank that ran out of memory between two collectives would leave the others waiting.
     """
@@ -133,7 +133,7 @@ def _require_memory(model: nn.Module, state: HubState, export: Export) -> None:
 
 
 def reserve(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory that nothing is written to."""
+    """Return uninitialised memory."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
@@ -148,6 +148,6 @@ def _write(state: HubState, export: Export, temporary: Path) -> Exception | None
 
 
 def _beside(model: nn.Module) -> dict[str, str]:
-    """Return the text of further files by name."""
+    """Return the texts of further files, by name."""
     generation = generation_config_of(model)
     return {} if generation is None else {GENERATION_CONFIG_FILE: generation}

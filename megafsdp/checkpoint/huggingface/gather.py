@@ -1,8 +1,8 @@
-"""One whole tensor at a time: gathered from the shards to the rank that writes it.
+"""Gather one whole tensor at a time from its shards to the rank that writes it.
 
-Every element goes to the writer alone, by one all-to-all whose other lengths are 0, so the ranks
-that do not write need no memory beside their shards. Of a tensor that a model axis cuts, the parts
-go to one rank each first, and from these to the writer.
+Elements go only to the writer, by one all-to-all whose other lengths are 0, so the ranks that do
+not write need no memory beside their shards. If a model axis cuts the tensor, each part is first
+gathered to one rank, and the parts go from these ranks to the writer.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> i
         return cast_nbytes
     layout = tensor.uneven_layout
     part_nbytes, shards = layout.numel * dtype.itemsize, tensor.shards_by_rank()
-    # A thread of the process group may have the sent piece a little longer than the gather lasts.
+    # A thread of the process group may keep the sent piece a little longer than the gather.
     nbytes = part_nbytes + cast_nbytes + (0 if shards == sorted(shards) else part_nbytes)
     if layout.part.is_whole or rank != writer:
         return nbytes
-    # Then the parts of all ranks of the model axis come to the writer, which joins them.
+    # Then the writer receives the parts of all ranks of the model axis and joins them.
     return nbytes + (1 if _are_in_order(layout.part) else 2) * whole_nbytes
 
 
@@ -51,15 +51,17 @@ def gather_to(
 ) -> torch.Tensor | None:
     """Return the whole of a tensor on one rank; collective over all ranks.
 
+    It allocates what :func:`nbytes_to_gather` says.
+
     Args:
         writer: The rank that receives it.
         tensor: A sharded, replicated or plain tensor, alike on all ranks.
-        dtype: The result's; elements are cast before they travel.
+        dtype: Dtype of the result; elements are cast before they are sent.
         is_rank_zeros: A plain tensor may differ between ranks, and rank 0's is wanted.
 
     Returns:
-        On the writer the tensor, contiguous, possibly the given one's memory; None elsewhere. What
-        is allocated on the way is given by :func:`nbytes_to_gather`.
+        On the writer, the contiguous tensor, which may share memory with ``tensor``; None
+        elsewhere.
     """
     rank, world_size = rank_and_world_size()
     if isinstance(tensor, UnevenDTensor):
@@ -77,9 +79,9 @@ def gather_to(
 
 
 def _receiver_of_part(writer: int, tensor: UnevenDTensor) -> int | None:
-    """Return the rank that receives this rank's part; None if the writer has it from others.
+    """Return the rank that receives this rank's shard; None if other ranks send the same one.
 
-    It is the writer, or the rank in the writer's place among those with the same part.
+    It is the writer, or the rank in the writer's place among the ranks with the same model part.
     """
     ranks = tensor.device_mesh.mesh
     place = (ranks == writer).nonzero().tolist()
@@ -91,7 +93,7 @@ def _receiver_of_part(writer: int, tensor: UnevenDTensor) -> int | None:
     target = list(place[0])
     if not part.is_whole:
         target[-1] = own[-1]
-    # Along other axes ranks have equal copies: the writer's one is taken.
+    # Along other axes ranks have equal copies: the writer's is taken.
     if any(
         t != o for axis, (t, o) in enumerate(zip(target, own, strict=True)) if axis not in travels
     ):
@@ -112,7 +114,7 @@ def _gather_uneven(writer: int, tensor: UnevenDTensor, dtype: torch.dtype) -> to
     parts = [part.of_rank(rank) for rank in range(part.num_ranks)]
     index = dist.get_process_group_ranks(model_axis).index(writer)
     received = _receive(index, rows.view(-1), [p.local_numel for p in parts], model_axis)
-    # Room for the join.
+    # Free memory for the join.
     del rows
     if model_axis.rank() != index:
         return None
@@ -123,12 +125,12 @@ def _gather_uneven(writer: int, tensor: UnevenDTensor, dtype: torch.dtype) -> to
 
 
 def _are_in_order(part: ModelPart) -> bool:
-    """Return whether the parts of all ranks, one after another, are the whole tensor."""
+    """Return whether the concatenated parts of all ranks are the whole tensor."""
     return part.dim == 0 and len(part.fused_sizes) == 1
 
 
 def _gather_part(receiver: int, tensor: UnevenDTensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return all rows of this rank's part on one of the ranks that divide them."""
+    """Gather all rows of this rank's model part to one of the ranks that shard it."""
     layout, own = tensor.uneven_layout, tensor.local.reshape(-1).to(dtype)
     if not shard_axes(tensor.placements, layout.num_model_axes):
         return own.view(layout.part.local_shape)
@@ -140,12 +142,12 @@ def _gather_part(receiver: int, tensor: UnevenDTensor, dtype: torch.dtype) -> to
         return None
     if shards == sorted(shards):
         return received.view(layout.part.local_shape)
-    # Ranks of a group over two mesh axes do not own the shards in their own order.
+    # In a group over two mesh axes, the order of the shards is not the order of the ranks.
     rows = received.new_empty(layout.numel)
     for shard, piece in zip(shards, received.split(counts), strict=True):
         start, stop = layout.element_range(shard)
         rows[start:stop] = piece
-    # A thread of the process group may have the tensor for a little longer.
+    # Freed at once, as a thread of the process group may keep the tensor a little longer.
     received.untyped_storage().resize_(0)
     return rows.view(layout.part.local_shape)
 

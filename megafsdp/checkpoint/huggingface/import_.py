@@ -1,7 +1,7 @@
 """Hugging Face files into a model in memory, whatever its sharding.
 
-Each rank reads the slices that its shards need and nothing else. Everything that can be wrong is
-found, and agreed on by all ranks, before a tensor of the model is touched.
+Each rank reads only the slices that its shards need. Everything that can be wrong is found, and
+agreed on by all ranks, before a tensor of the model is touched.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def import_hf(
     """Fill a model from Hugging Face's safetensors files, in place; collective over all ranks.
 
     Parameter objects stay the same, and compute weights are fresh when this returns. Names must
-    match both ways, and shapes; dtypes are converted, and rows of a padded vocabulary that the
-    files lack become 0. Experts are read from tensors of their own or from the packed ones of some
-    files; layers that predict further tokens are left out with a warning. A model on the meta
-    device gets its memory here. Optimizers are left alone: make them afterwards. Models of
-    transformers go by their names in memory: one that it stores in another form, as it does some
-    mixtures of experts, cannot be filled from its files; the error says what can be done.
+    match both ways, and shapes must match; dtypes are converted, and rows of a padded vocabulary
+    that the files lack become 0. Experts are read from one tensor per expert, or from the packed
+    tensors that some files have; layers of multi-token prediction are left out with a warning. A
+    model on the meta device gets its memory here. Optimizers are left alone: make them afterwards.
+    A model of transformers is matched by its names in memory: if transformers stores it in another
+    form, as it does some mixtures of experts, its files cannot fill it; the error says what to do.
 
     Args:
         model: One of ``megafsdp.models``, or a model of transformers; sharded or not.
         directory: What ``save_pretrained()`` or ``export_hf()`` wrote.
-        config: What the model is; None takes ``model.config``.
+        config: Config of the model; None takes ``model.config``.
 
     Raises:
         CheckpointError: The files are missing, damaged or of another model; on all ranks, before
@@ -81,7 +81,7 @@ def import_hf(
     assert planned is not None, "ranks that failed to plan have raised"
     _, error = attempt(lambda: _fill(model, *planned))
     agree(True, error)
-    # Of parameters under torch's FSDP2 or of a plain model; units make codes in the next forward.
+    # For plain models and those under torch's FSDP2; our units make codes in the next forward.
     requantize_(model)
 
 
@@ -119,7 +119,7 @@ def fill_region(
     reader: SafetensorsReader,
     stored: Mapping[str, str],
 ) -> None:
-    """Read a region of one of our tensors from the files, and nothing else of them.
+    """Read one region of one of our tensors from the files.
 
     Args:
         target: The memory of the region.
@@ -135,7 +135,7 @@ def fill_region(
     if entry.is_padded:
         target.zero_()
     if len(entry.matrix) < len(entry.shape):
-        # The rows of each expert of a stack are a range of the entry's rows.
+        # The rows of each expert in a stack are a range of the entry's rows.
         blocks = [(e * entry.shape[1], t) for e, t in enumerate(target, region.offsets[0])]
         region = Region(region.offsets[1:], region.sizes[1:])
     else:
@@ -163,13 +163,13 @@ def match_stored(
     Args:
         plan: The model.
         reader: The files.
-        share: Number of this rank and of all ranks, which compare tied tensors together.
+        share: This rank and the number of ranks: each compares its share of the tied tensors.
 
     Returns:
-        The stored name by the name in the plan, tied names among them.
+        The stored name by the name in the plan, including tied names.
 
     Raises:
-        CheckpointError: Something is missing, unknown, of another shape, or differs from what it
+        CheckpointError: A tensor is missing, unknown, of another shape, or differs from the one it
             is tied to.
     """
     wanted = {name for entry in plan.entries for name in entry.theirs}

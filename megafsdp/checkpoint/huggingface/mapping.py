@@ -1,11 +1,11 @@
-"""One table a model family: the Hugging Face tensors that have the rows of each of ours.
+"""One table per model family: which Hugging Face tensors hold the rows of each of our tensors.
 
-A line of a table names one of our tensors, Hugging Face's with the same numbers, and the layout of
-each (see row_layout.py). Elements are rearranged and never computed with, so a round trip is exact,
-and a few rows of ours are read from a few slices of the files. Two things differ besides: our
-embedding may have padding rows, and a tied output layer is no tensor of its own.
+A line of a table names one of our tensors, the Hugging Face tensors with the same numbers, and the
+layout of each (see row_layout.py). Elements are only rearranged, so a round trip is exact, and a
+few of our rows are read from a few slices of the files. Two more differences: our embedding may
+have padding rows, and a tied output layer is no tensor of its own.
 
-A further family is a further table here. Files are read and written elsewhere.
+To add a family, add a table here. Files are read and written elsewhere.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _THEIR_OUTPUT = "lm_head.weight"
 
 
 def layout_sizes(config: ModelConfig, vocab_size: int, *, padded_to: int) -> dict[str, int]:
-    """Return the sizes of the repetitions and blocks of layouts, by their names.
+    """Return the sizes of the repetitions and blocks in layouts, by name.
 
     Args:
         config: The model; its vocabulary is not read.
-        vocab_size: Rows of the embedding at Hugging Face.
+        vocab_size: Rows of Hugging Face's embedding.
         padded_to: Rows of our embedding.
     """
     sizes = {
@@ -59,13 +59,13 @@ class MappingRow:
     Attributes:
         ours: Our name; ``{layer}`` stands for each layer's index in a table, never in a result.
         theirs: Layout of each Hugging Face tensor by its name. A name with ``{expert}`` stands for
-            one tensor an expert; ours is then a stack of shape ``(experts, rows, ...)`` whose
+            one tensor per expert; ours is then a stack of shape ``(experts, rows, ...)`` whose
             layout repeats ``experts``.
         layout: Layout of our tensor.
-        is_transposed: Theirs keep as columns what are rows in ours.
+        is_transposed: The rows of our tensor are columns of Hugging Face's.
         layer_type: The only type of layers that have the tensor; empty if all have it.
-        packed: Name of a Hugging Face tensor of our shape that files may have in place of theirs;
-            empty if there is none.
+        packed: Name of a Hugging Face tensor of our shape that files may have instead of
+            ``theirs``; empty if there is none.
     """
 
     ours: str
@@ -76,14 +76,14 @@ class MappingRow:
     packed: str = ""
 
     def entry(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Entry:
-        """Return our tensor of a shape and the stored ones with its rows.
+        """Match our tensor of a given shape with the stored tensors that hold its rows.
 
         Args:
             shape: Our shape.
             sizes: Sizes of the layouts' repetitions and blocks.
 
         Raises:
-            CheckpointError: Our tensor has another number of rows than its layout.
+            CheckpointError: The number of rows differs between our tensor and its layout.
         """
         parts: dict[str, Part] = {}
         is_stack = any("{expert}" in name for name in self.theirs)
@@ -105,15 +105,15 @@ class MappingRow:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One of our tensors and the stored ones with its rows.
+    """One of our tensors and the stored tensors that hold its rows.
 
     Attributes:
         ours: Our name.
         shape: Our shape.
-        matrix: Our shape with the rows of a stack of experts as one dimension.
+        matrix: Our shape; in a stack of experts, the rows of all experts are one dimension.
         theirs: Shape of each stored tensor by its name.
-        runs: Where our rows stand; rows in no run are padding.
-        is_transposed: Theirs keep as columns what are rows in ours.
+        runs: Places of our rows in the stored tensors; rows in no run are padding.
+        is_transposed: The rows of our tensor are columns of the stored ones.
     """
 
     ours: str
@@ -130,11 +130,11 @@ class Entry:
 
     @property
     def is_padded(self) -> bool:
-        """Return whether ours has rows that theirs lack."""
+        """Return whether our tensor has rows that the stored ones lack."""
         return sum(run.num_rows for run in self.runs) < self.matrix[0]
 
     def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        """Make ours; padding rows are 0. One that needs no rearranging is returned as it is."""
+        """Return our tensor; padding rows are 0. A view if no elements need to move."""
         parts = [t.T for t in theirs] if self.is_transposed else theirs
         if self.matrix[0] == self.runs[0].num_rows == parts[0].shape[0]:
             return parts[0].contiguous().view(self.shape)
@@ -144,7 +144,7 @@ class Entry:
         return ours.view(self.shape)
 
     def split(self, ours: Tensor) -> dict[str, Tensor]:
-        """Return theirs by name, contiguous; those that need no rearranging are views of ours."""
+        """Return the stored tensors by name, contiguous; views of ours if no elements move."""
         rows = ours.reshape(self.matrix)
         theirs: dict[str, Tensor] = {}
         for index, (name, shape) in enumerate(self.theirs.items()):
@@ -164,12 +164,12 @@ class _Family:
     """The table of one model family.
 
     Attributes:
-        prefix: Of every Hugging Face name but the output layer's; checkpoints of the bare model
-            omit it.
+        prefix: Prefix of every Hugging Face name but the output layer's; checkpoints of the bare
+            model omit it.
         rows: The table without the output layer; the first row is the embedding's. Hugging Face
-            names have no prefix.
-        ignored: Ends of names of buffers in old checkpoints that no model needs.
-        unbuilt: Beginnings of names of modules that neither transformers nor we build.
+            names have no prefix here.
+        ignored: Suffixes of names of buffers in old checkpoints that no model needs.
+        unbuilt: Prefixes of names of modules that neither transformers nor we build.
     """
 
     prefix: str
@@ -187,7 +187,7 @@ def _embedding(theirs: str) -> MappingRow:
 
 
 def _layers(at: str, *rows: MappingRow) -> tuple[MappingRow, ...]:
-    """Return rows of one layer with the place of the layers before each name."""
+    """Return the rows of one layer, with the path of the layers in front of each name."""
     return tuple(
         replace(
             row,
@@ -249,7 +249,7 @@ _ATTENTION = (
     ),
     _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-# Queries are stored with the gate of their head.
+# The queries of each head are followed by its gate.
 _GATED_ATTENTION = (
     replace(
         _ATTENTION[0],
@@ -263,7 +263,7 @@ _HEAD_NORMS = (
     _same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
 _LINEAR_ATTENTION = (
-    # Stored by the key head, each with the values and gates that it serves.
+    # Stored by key head: its query and key, then the values and gates that it serves.
     MappingRow(
         "self_attention.in_proj.weight",
         {
@@ -341,7 +341,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
             *_only_in(LINEAR_ATTENTION, _LINEAR_ATTENTION),
             *_EXPERTS,
             *_SHARED_EXPERT,
-            # Layers that predict further tokens.
+            # Multi-token prediction.
             unbuilt=("mtp.",),
         ),
     }
@@ -351,15 +351,15 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
 def mapping_rows(
     model_type: str, config: ModelConfig, stored: Container[str] = ()
 ) -> Iterator[MappingRow]:
-    """Yield one row for each of our distinct tensors, with full names; the embedding's first.
+    """Yield a row for each of our distinct tensors, with full names; the embedding is first.
 
     A tied output layer is no tensor of its own and has no row.
 
     Args:
         model_type: Hugging Face's: ``gpt2``, ``llama``, ``qwen3``, ``qwen3_moe`` or ``qwen3_next``.
         config: The model.
-        stored: Full names in the files that are read; experts that they have packed in one tensor
-            are read from there.
+        stored: Full names in the files that are read. If they have experts packed in one tensor,
+            the row names that tensor.
 
     Yields:
         Rows without ``{layer}``.
@@ -387,7 +387,7 @@ def mapping_rows(
 
 
 def is_mapped(names: Iterable[str]) -> bool:
-    """Return whether names are those of our models, rather than Hugging Face's own."""
+    """Return whether names are those of our models rather than Hugging Face's."""
     return _OUR_EMBEDDING in set(names)
 
 
@@ -406,10 +406,11 @@ def their_vocabulary_name(names: Iterable[str], model_type: str) -> str | None:
 def full_names(
     names: Iterable[str], model_type: str, wanted: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return stored Hugging Face names by full name, without what no model has.
+    """Return stored Hugging Face names by full name, without those that no model needs.
 
-    Names of a type without a table are full already. So are those of which any has the prefix of
-    the model within, and those that are all ``wanted``, as of that model alone.
+    Names are full already if the model type has no table, if any name has the family's prefix, or
+    if all ``wanted`` names are among them. Otherwise the files are of the bare model, and the
+    prefix is added.
     """
     family = _FAMILIES.get(model_type, _Family("", (), ()))
     kept = [
@@ -424,7 +425,7 @@ def full_names(
 
 
 def unbuilt_names(names: Iterable[str], model_type: str) -> list[str]:
-    """Return the stored names of modules that are not built, such as further predictions."""
+    """Return the stored names of modules that are not built, such as multi-token prediction."""
     family = _FAMILIES.get(model_type, _Family("", (), ()))
     return [name for name in names if name.startswith(family.unbuilt)]
 
@@ -451,7 +452,7 @@ def expect_names(
     """Compare names both ways.
 
     Raises:
-        CheckpointError: A wanted one is missing, or one is neither wanted nor optional.
+        CheckpointError: A wanted name is missing, or a name is neither wanted nor optional.
     """
     got = set(names)
     missing, unknown = sorted(wanted - got), sorted(got - wanted - optional)

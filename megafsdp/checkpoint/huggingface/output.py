@@ -1,7 +1,7 @@
-"""A directory of Hugging Face files in the making: its plan, its files one by one, its publication.
+"""Write a directory of Hugging Face files: plan it, write the files one by one, publish it.
 
-The same for a model on many ranks and for a checkpoint in one process. Where tensors come from is
-in export.py and checkpoints.py.
+This is the same for a model on many ranks and for a checkpoint in one process. The sources of the
+tensors are in export.py and checkpoints.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Export:
 
     Attributes:
         plan: The model.
-        files: What goes where.
+        files: The files, with the tensors in each.
     """
 
     plan: HubPlan
@@ -81,7 +81,7 @@ class Export:
 
     @property
     def file_of(self) -> dict[str, str]:
-        """Return the name of the file by the name of each stored tensor."""
+        """Return the file name of each stored tensor, by the tensor's name."""
         return {name: f.name for f in self.files for entry, _ in f.entries for name in entry.theirs}
 
 
@@ -95,18 +95,18 @@ def plan_export(
 ) -> Export:
     """Divide a model into files; local.
 
-    What is stored of one of our tensors goes to one file.
+    The stored tensors of one of our tensors go to the same file.
 
     Args:
         tensors: Shape and dtype of each distinct tensor by name.
         tied: Further names of tied tensors.
-        config: What the model is.
-        dtype: Of floating-point tensors in the files; None keeps each one's.
+        config: Config of the model.
+        dtype: Dtype of floating-point tensors in the files; None keeps the dtype of each.
         max_shard_nbytes: Bytes in a file, at least 1; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: The model cannot be expressed, a number or dtype is out of its range, or
-            the format lacks a dtype.
+        CheckpointError: The model cannot be expressed, a number or dtype is out of range, or the
+            format lacks a dtype.
         ImportError: A library that writes the files is not installed.
     """
     require_floating(dtype, where="dtype= of an export")
@@ -117,7 +117,7 @@ def plan_export(
             where="max_shard_nbytes= of an export",
             hint=f"Leave it out for {DEFAULT_SHARD_NBYTES}",
         )
-    # Here, because a library that is missing after the first gather would be found too late.
+    # Imported here, so that a missing library is found before the first gather.
     require_library("safetensors")
     split_into_files = require_library("huggingface_hub").split_state_dict_into_shards_factory
     plan = plan_model({name: shape for name, (shape, _) in tensors.items()}, tied, config)
@@ -147,10 +147,10 @@ def plan_export(
 
 
 def require_floating(dtype: torch.dtype | None, *, where: str) -> None:
-    """Refuse a dtype that weights would be rounded to whole numbers in.
+    """Refuse a dtype that would round weights to whole numbers.
 
     Args:
-        dtype: What floating-point tensors are to become; None where they stay as they are.
+        dtype: Target dtype of floating-point tensors; None if they keep theirs.
         where: The argument, to be named in the error.
 
     Raises:
@@ -166,7 +166,7 @@ def require_floating(dtype: torch.dtype | None, *, where: str) -> None:
 
 
 def prepare(target: Path) -> Path:
-    """Make the temporary directory of an export; rank 0 alone.
+    """Make the temporary directory of an export; rank 0 only.
 
     Raises:
         CheckpointError: The target exists and is not empty.
@@ -196,19 +196,20 @@ def write_files(
 ) -> Exception | None:
     """Gather and write all files, one at a time on each rank.
 
-    A rank needs memory for the tensors of the file that it writes, on the host, and for one
+    A rank needs host memory for the tensors of the file that it writes, and memory for one
     gathered tensor.
 
     Args:
         export: The plan, the same on all ranks.
         directory: Where the files go.
         gather: Takes a writing rank, one of our tensors and a dtype, and returns the whole tensor
-            on that rank. Every rank calls it for every tensor, in the same order, whatever fails.
+            on that rank. Every rank calls it for every tensor, in the same order, even after an
+            error.
         rank: This rank.
         world_size: Number of ranks, which write different files at the same time.
 
     Returns:
-        This rank's error.
+        The first error of this rank, or None.
     """
     error: Exception | None = None
     for first in range(0, len(export.files), world_size):
@@ -238,7 +239,7 @@ def publish(
     extras: Mapping[str, str] | None = None,
     tokenizer: SavesPretrained | None = None,
 ) -> Path:
-    """Add the small files to written tensors and rename the directory; rank 0 alone."""
+    """Add the small files to the written tensors and rename the directory; rank 0 only."""
     dtypes = (dtype for file in export.files for _, dtype in file.entries)
     fields = config_fields(export.plan.fields, dtypes)
     texts = {CONFIG_FILE: json.dumps(fields, indent=2, sort_keys=True) + "\n", **(extras or {})}

@@ -1,10 +1,10 @@
-"""What an export or import of Hugging Face weights consists of, before a tensor moves.
+"""The plan of an export or import of Hugging Face weights, made before a tensor moves.
 
-A model's side are its whole parameters and persistent buffers by name, sharded as they are: the
-parts in which checkpoints store fused parameters are of no use for Hugging Face's layouts. Our
-models go by the table of their family; models under Hugging Face's own names go as they are. Either
-way the plan is a list of entries: one of our tensors, and the stored ones with its rows. No
-tensor is touched here and no rank talks to another.
+The model contributes its whole parameters and persistent buffers by name, sharded as they are (the
+parts in which checkpoints store fused parameters do not fit Hugging Face's layouts). Our models are
+mapped by the table of their family; models under Hugging Face's own names are taken as they are.
+Either way the plan is a list of entries: one of our tensors, and the stored tensors that hold its
+rows. Nothing here touches a tensor or communicates.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ class HubPlan:
 
     Attributes:
         entries: Every distinct tensor once, in the model's order.
-        tied: Stored names that may stand for a tensor a second time: name -> the name in
-            ``entries``.
-        fields: Its ``config.json``.
+        tied: Further stored names of tensors: name -> the name in ``entries``. Files may omit them.
+        fields: Fields of the model's ``config.json``.
     """
 
     entries: tuple[Entry, ...]
@@ -91,15 +90,15 @@ def plan_model(
     Args:
         shapes: Its distinct tensors by name.
         aliases: Further names of tied tensors.
-        config: What the model is. For our models a ``ModelConfig``, whose vocabulary is not
-            trimmed, or Hugging Face fields. A model under Hugging Face's own names that is read
+        config: Config of the model. For our models a ``ModelConfig``, whose vocabulary is not
+            trimmed, or Hugging Face fields. The import of a model under Hugging Face's own names
             needs none.
-        reader: The files, if they are there; the vocabulary is then that of the files.
+        reader: The files of an import; the vocabulary is then that of the files.
 
     Raises:
-        CheckpointError: The config is missing or is not that of these tensors, or the vocabulary of
+        CheckpointError: The config is missing or does not fit these tensors, or the vocabulary of
             the files is too large.
-        ConfigError: Hugging Face's models cannot be configured so.
+        ConfigError: Hugging Face's models do not support the config.
     """
     if not is_mapped(shapes):
         tied = {alias: target for alias, target in aliases.items() if alias != target}
@@ -122,7 +121,7 @@ def plan_model(
 
 
 def _stored_vocabulary(reader: SafetensorsReader, model_type: str, rows: int) -> int:
-    """Return the rows of the files' embedding; those of ours if there is none."""
+    """Return the rows of the embedding in the files, or of ours if they have none."""
     name = their_vocabulary_name(reader.names, model_type)
     vocab_size = rows if name is None else reader.shape(name)[0]
     if vocab_size > rows:
@@ -138,7 +137,7 @@ def _stored_vocabulary(reader: SafetensorsReader, model_type: str, rows: int) ->
 def fields_of(config: ModelConfig) -> dict[str, object]:
     """Return the ``config.json`` of one of our models, without special tokens.
 
-    Left out, they would be transformers' defaults, which may lie outside of the vocabulary.
+    They are set to None: transformers' defaults may lie outside the vocabulary.
     """
     return config_to_hugging_face(config) | {"bos_token_id": None, "eos_token_id": None}
 
@@ -168,23 +167,23 @@ def config_fields(fields: Mapping[str, object], dtypes: Iterator[torch.dtype]) -
     """Return the contents of ``config.json``, with the dtype of the stored weights.
 
     Args:
-        fields: The model's.
-        dtypes: Those of the stored tensors; the first floating-point one is named.
+        fields: Fields of the model's config.
+        dtypes: Dtypes of the stored tensors; the first floating-point one is named.
     """
     dtype = next((d for d in dtypes if d.is_floating_point), None)
     kept = {name: value for name, value in fields.items() if name not in _DTYPE_FIELDS}
-    # transformers 4 reads torch_dtype, transformers 5 either.
+    # transformers 4 reads torch_dtype, transformers 5 reads dtype or torch_dtype.
     return kept | ({} if dtype is None else {"torch_dtype": str(dtype).removeprefix("torch.")})
 
 
 @dataclass(frozen=True, slots=True)
 class HubState:
-    """A model's tensors by name, as they are spread over the ranks.
+    """A model's tensors by name, sharded as they are.
 
     Attributes:
-        tensors: Every distinct one; of a quantized parameter the fp32 main weight.
-        tied: Further names of tied ones: name -> name in ``tensors``.
-        rank_zero: Names of buffers, whose values may differ between ranks.
+        tensors: Every distinct tensor; for a quantized parameter, its fp32 main weight.
+        tied: Further names of tied tensors: name -> name in ``tensors``.
+        rank_zero: Names of buffers: their values may differ between ranks, so rank 0's are taken.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -208,15 +207,15 @@ class _HasGenerationConfig(Protocol):
 
 
 def hub_state(model: nn.Module) -> HubState:
-    """List what goes to Hugging Face files; local, nothing is copied.
+    """List the tensors that go to Hugging Face files; local, nothing is copied.
 
     Args:
         model: Any module at rest, sharded or not.
 
     Raises:
         CheckpointError: The model is not at rest.
-        NotImplementedError: A rank has some experts of a layer by themselves, or has parts of a
-            fused tensor rank after rank.
+        NotImplementedError: A rank has only some experts of a layer, or the parts of a fused tensor
+            are ordered rank after rank.
     """
     listed = model_state(model)
     if listed.objects:
@@ -237,13 +236,13 @@ def hub_state(model: nn.Module) -> HubState:
 
 
 def config_of(model: nn.Module) -> ConfigLike | None:
-    """Return the config that a model carries; None without one."""
+    """Return the model's config, or None."""
     config = model.config if isinstance(model, _HasConfig) else None
     return config if isinstance(config, ModelConfig | Mapping | HasJson) else None
 
 
 def generation_config_of(model: nn.Module) -> str | None:
-    """Return the text of the generation config that a model carries; None without one."""
+    """Return the text of the model's generation config, or None."""
     config = model.generation_config if isinstance(model, _HasGenerationConfig) else None
     return config.to_json_string() if isinstance(config, HasJson) else None
 

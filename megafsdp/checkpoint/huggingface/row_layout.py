@@ -1,15 +1,15 @@
-"""What stands in the rows of a tensor, written as a text, and the row runs that two texts share.
+"""Row layouts: a text that says what the rows of a tensor hold, and the matching of two layouts.
 
-A layout names blocks of rows in their order; a repetition encloses blocks that come again. Two
-groups of two query heads each, with the key and value of their group, are::
+A layout names blocks of rows in their order; a repetition encloses blocks that repeat. Two groups
+of two query heads each, with the key and value of their group, are::
 
     groups(heads(q) k v)    q00 q01 k0 v0 | q10 q11 k1 v1
     groups(heads(q))        q00 q01 q10 q11
 
-A block is the same in two layouts if its name and its index in each repetition are the same. So a
-layout of one of our tensors and those of the Hugging Face tensors with the same blocks give the
-place of each row on both sides. Names of tensors and the layouts of each model are in mapping.py;
-no tensor is seen here.
+Blocks of two layouts match if their names and their indices in each repetition are equal. So the
+layout of one of our tensors, and those of the Hugging Face tensors with the same blocks, give the
+place of each row on both sides. Tensor names and the layouts of each model are in mapping.py;
+nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megafsdp.errors import CheckpointError
 
 # The name of a block and its index in each repetition around it, the outermost first.
 _Block = tuple[str, tuple[int, ...]]
-# A block, or the name of a repetition and what it repeats.
+# A block, or a repetition: its name and the items that it repeats.
 _Item = str | tuple[str, "tuple[_Item, ...]"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Consecutive rows that stand together on both sides.
+    """Rows that are consecutive on both sides.
 
     Attributes:
         part: Index of the Hugging Face tensor.
-        their_start: First row there; first column if the tensor is stored transposed.
-        our_start: First row in ours.
-        num_rows: How many.
+        their_start: First row in that tensor; first column if it is stored transposed.
+        our_start: First row in our tensor.
+        num_rows: Number of rows.
     """
 
     part: int
@@ -58,8 +58,8 @@ class Part:
     """The layout of one Hugging Face tensor.
 
     Attributes:
-        layout: Its blocks; in the form of the module's docstring.
-        index: The index in repetitions around the whole tensor: of the expert whose tensor it is.
+        layout: Its blocks, in the form of the module's docstring.
+        index: Index in the repetitions around the whole tensor, i.e. of the expert it belongs to.
     """
 
     layout: str
@@ -69,20 +69,20 @@ class Part:
 def match_rows(
     ours: str, parts: Sequence[Part], sizes: Mapping[str, int], num_rows: int
 ) -> tuple[tuple[int, ...], tuple[RowRun, ...]]:
-    """Find where the rows of one of our tensors stand in Hugging Face's.
+    """Find the rows of one of our tensors in the Hugging Face tensors.
 
     Args:
         ours: Layout of our tensor.
-        parts: Layouts of theirs. Blocks of ours in none of them are padding.
-        sizes: How often each repetition repeats, and the rows of each block. Blocks that are not
-            named divide the remaining rows equally.
+        parts: Layouts of the Hugging Face tensors. Blocks of ours in none of them are padding.
+        sizes: Count of each repetition, and rows of each block, by name. Blocks without a size
+            divide the remaining rows equally.
         num_rows: Rows of our tensor.
 
     Returns:
-        The rows of each part, and the runs in the order of our rows.
+        The number of rows of each part, and the runs in the order of our rows.
 
     Raises:
-        CheckpointError: The layout has another number of rows.
+        CheckpointError: The layout does not add up to ``num_rows``.
     """
     blocks = list(_blocks(_parse(ours), sizes, ()))
     sizes = _with_free_blocks(blocks, sizes, num_rows)
@@ -112,7 +112,7 @@ def match_rows(
 
 
 def _append(runs: list[RowRun], run: RowRun) -> None:
-    """Add a run, joined to the last one if it continues it on both sides."""
+    """Add a run; if it continues the last run on both sides, merge them."""
     last = runs[-1] if runs else None
     if last is not None and (last.part, last.theirs.stop, last.ours.stop) == (
         run.part,

@@ -1,7 +1,7 @@
-"""Directories of safetensors files, written and read by the library.
+"""Directories of safetensors files, written and read by the safetensors library.
 
 The library is imported when it is needed, and its errors become this package's, with the name of
-the file. Which tensors a file has is planned in output.py; what they mean is mapping.py's.
+the file. output.py plans which tensors a file has; mapping.py says what they mean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DAMAGED = "Fetch or export the directory again"
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors, contiguous and on the CPU, as one file, and wait until it is on the disk."""
+    """Write contiguous CPU tensors to one file, and wait until it is on the disk."""
     save_file = require_library("safetensors.torch").save_file
     save_file(dict(tensors), path, metadata={"format": "pt"})
     sync_file(path)
@@ -44,8 +44,8 @@ class SafetensorsReader:
         directory: Holds ``model.safetensors``, or an index and the files that it names.
 
     Raises:
-        CheckpointError: There are no such files, one is missing or damaged, or the index is not
-            that of their tensors.
+        CheckpointError: There are no such files, one is missing or damaged, or the index does not
+            match the tensors in the files.
         ImportError: The safetensors library is not installed.
     """
 
@@ -84,7 +84,7 @@ class SafetensorsReader:
             return self._files[self._file_of[name]].get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int, *, dim: int = 0) -> torch.Tensor:
-        """Read [start, stop) of dimension 0 or 1 of a tensor to CPU memory, and nothing else."""
+        """Read only [start, stop) along dimension 0 or 1 of a tensor, to CPU memory."""
         with self._errors_of(self._file_of[name]):
             lazy = self._files[self._file_of[name]].get_slice(name)
             return lazy[:, start:stop] if dim else lazy[start:stop]
@@ -104,7 +104,7 @@ class SafetensorsReader:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Return the file of each tensor; None where there is one file and no index."""
+    """Return the file of each tensor; None if there is one file and no index."""
     if (directory / SINGLE_FILE).is_file():
         return None
     path = directory / INDEX_FILE
