@@ -1,7 +1,7 @@
 """Sort the keys of a Megatron-LM ``fsdp_dtensor`` directory and check that they fit together.
 
 Everything that can be wrong with the set of keys and the shapes is found here, before anything is
-written. What keys mean is in names.py; the values are read by importer.py.
+written. names.py says what keys mean; importer.py reads the values.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True)
 class Contents:
-    """The contents of one of their directories, under our names.
+    """The contents of a Megatron-LM directory, under our names.
 
     Attributes:
         weights: Key of each weight and buffer by our name.
         states: Keys of optimizer states by our name and the state's name.
-        fields: Fields of each parameter's group, by the parameter's whole name.
+        fields: Fields of each parameter's group, by the name of the whole (unsplit) parameter.
         common: Keys of everything else.
-        dropped: Keys that have no meaning outside of the job that wrote them.
+        dropped: Keys that have no meaning outside the job that wrote them.
         parts: Names of the parts of each fused parameter.
-        whole_by_part: The other way about.
+        whole_by_part: Name of the fused parameter by the name of each part.
         stacks: Names of the tensors in each stack of experts, in the order of the experts.
-        problems: What is wrong, by kind.
+        problems: Keys with problems, by kind of problem.
         has_stacks: A layer's experts become one stack.
     """
 
@@ -52,7 +52,7 @@ class Contents:
     problems: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, key: str, meant: TheirKey) -> None:
-        """Note a key by what it means."""
+        """File a key under its meaning."""
         if meant.kind in ("common", "dropped"):
             (self.common if meant.kind == "common" else self.dropped).append(key)
             return
@@ -66,24 +66,24 @@ class Contents:
         return self.whole_by_part.get(name, name)
 
     def stored_name(self, name: str) -> str:
-        """Return what our checkpoint calls a parameter: the stack's name if it is an expert's."""
+        """Return the name in our checkpoint: the stack's name if the parameter is an expert's."""
         place = place_in_stack(name) if self.has_stacks else None
         return name if place is None else place[0]
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the tensors that each stored one consists of, mostly one."""
+        """Return, for each tensor that we store, the names of its source tensors (mostly one)."""
         stored = dict.fromkeys(map(self.stored_name, self.weights))
         return {name: self.stacks.get(name, (name,)) for name in stored}
 
     def complain(self, kind: str, key: str) -> None:
-        """Note one thing that is wrong."""
+        """Note a problem with a key."""
         self.problems.setdefault(kind, []).append(key)
 
     def require_sound(self, directory: Location) -> None:
-        """Refuse what is wrong, and common values that are missing.
+        """Raise if there is any problem, or a common value is missing.
 
         Raises:
-            CheckpointError: Lists everything that is wrong.
+            CheckpointError: There are problems; the message lists all of them.
         """
         for key in ("iteration", "checkpoint_version"):
             if key not in self.common:
@@ -99,7 +99,7 @@ class Contents:
 
 
 def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: bool) -> Contents:
-    """Sort their keys and check that they fit together.
+    """Sort the keys of a directory and check that they fit together.
 
     Args:
         theirs: The directory.
@@ -107,7 +107,7 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: 
         has_stacks: A layer's experts become one stack.
 
     Raises:
-        CheckpointError: They do not; all that is wrong is listed.
+        CheckpointError: They do not fit; the message lists all problems.
     """
     contents = Contents(has_stacks)
     fields = _sort_keys(theirs, ignore, contents)
@@ -115,7 +115,7 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: 
     for name, parts in contents.parts.items():
         contents.whole_by_part |= dict.fromkeys(parts, name)
     for name, of_name in fields.items():
-        # Both forms occur: the parts of a parameter with the same fields, or the whole one.
+        # Fields occur in two forms: for each part of a parameter alike, or for the whole one.
         merged = contents.fields.setdefault(contents.whole_name(name), of_name)
         if repr(merged) != repr(of_name):
             contents.complain("of a group that is not that of the other parts", name)
@@ -132,7 +132,7 @@ def read_contents(theirs: DCPDirectory, ignore: tuple[str, ...], *, has_stacks: 
 def _sort_keys(
     theirs: DCPDirectory, ignore: tuple[str, ...], contents: Contents
 ) -> dict[str, dict[str, object]]:
-    """Note what each key means; return the fields of each parameter's group."""
+    """File each key under its meaning; return the fields of each parameter's group."""
     fields: dict[str, dict[str, object]] = {}
     numbered: dict[str, dict[str, object]] = {}
     for key in (*theirs.tensors, *theirs.objects):
@@ -154,8 +154,8 @@ def _sort_keys(
 def _read_field(
     theirs: DCPDirectory, key: str, meant: TheirKey, fields: dict[str, object]
 ) -> list[str]:
-    """Add a field of a group; return its key instead if no optimizer here could be given it."""
-    # Numbers of parameters, which mean nothing outside of the job.
+    """Add a field of a group; return its key instead if an optimizer here cannot use it."""
+    # Parameter numbers mean nothing outside the job.
     if meant.field.partition(".")[0] == "params":
         return [key]
     value = theirs.tensor(key) if key in theirs.tensors else theirs.value(key)
@@ -168,7 +168,7 @@ def _read_field(
 def _shared_fields(
     theirs: DCPDirectory, groups: list[dict[str, object]], names: Iterable[str]
 ) -> dict[str, dict[str, object]]:
-    """Return what groups that do not name their parameters have in common, for each parameter."""
+    """Return for each parameter the fields that all groups share, as groups name no parameters."""
     first = groups[0]
     shared = {n: v for n, v in first.items() if len({repr(group.get(n)) for group in groups}) == 1}
     _LOGGER.warning(
@@ -214,7 +214,7 @@ def _check_groups(contents: Contents) -> None:
 
 
 def _find_stacks(theirs: DCPDirectory, contents: Contents) -> None:
-    """Note the stacks of experts, and what keeps experts from being one."""
+    """Note the stacks of experts, and the problems of experts that cannot form a stack."""
     found: dict[str, dict[int, str]] = {}
     for name in contents.weights:
         if (place := place_in_stack(name)) is not None:
@@ -234,7 +234,7 @@ def _find_stacks(theirs: DCPDirectory, contents: Contents) -> None:
 
 
 def _facts(theirs: DCPDirectory, contents: Contents, name: str) -> tuple[object, ...]:
-    """Return what the experts of a stack have in common."""
+    """Return the facts that must be equal for all experts of a stack."""
     entry = theirs.tensors[contents.weights[name]]
     fields = contents.fields.get(contents.whole_name(name))
     return entry.shape, entry.dtype, sorted(contents.states.get(name, {})), repr(fields)

@@ -1,7 +1,7 @@
-"""Write our checkpoints as Megatron-LM's ``fsdp_dtensor`` ones, in one process on the CPU.
+"""Write our checkpoints in Megatron-LM's ``fsdp_dtensor`` format, in one process on the CPU.
 
-The storage is torch DCP's and torch DCP alone reads it. Tensors go from file to file one at a time.
-Names are in names.py, values beside tensors in values.py.
+The storage is torch DCP's, so torch DCP can read it by itself. Tensors go from file to file one at
+a time. Names are in names.py, values beside tensors in values.py.
 """
 
 from __future__ import annotations
@@ -65,28 +65,29 @@ def to_megatron(
     args: Mapping[str, object] | None = None,
     show_progress: bool = False,
 ) -> Path:
-    """Write a checkpoint of ours as Megatron-LM's ``fsdp_dtensor`` does, for it to go on from.
+    """Write our checkpoint as a Megatron-LM ``fsdp_dtensor`` one, which its training can resume.
 
-    The storage is torch DCP's, the directory ``iter_<step>`` under a save root with its tracker
-    file. The arguments are those that the checkpoint came with, if it came from Megatron-LM, else
-    the few that a load compares. Each parameter's step stands beside its moments and in its group:
-    Transformer Engine's optimizer looks there, torch's here. One tensor is in memory at a time.
+    The storage is torch DCP's, in the directory ``iter_<step>`` under a save root with its tracker
+    file. The job's arguments are those of the original job if the checkpoint came from Megatron-LM,
+    else the few that a load compares. The step of each parameter is stored twice: in its group,
+    where Transformer Engine's optimizer reads it, and beside its moments, where torch's does. One
+    tensor is in memory at a time.
 
-    Of a stack of experts each has tensors of its own, named as in a grouped layer
-    (``linear_fc1.weight3``) if the arguments have ``moe_grouped_gemm``, which is the default with
-    Transformer Engine, else as in a sequential one (``local_experts.3.linear_fc1.weight``). The
-    output norm of a gated delta net is stored less 1 if they have ``apply_layernorm_1p``, which is
-    the default for a model with one: its other norms are stored so in ours too.
+    Each expert of a stack gets tensors of its own. Their names are those of a grouped layer
+    (``linear_fc1.weight3``) if the arguments have ``moe_grouped_gemm``, the default with
+    Transformer Engine, else those of a sequential one (``local_experts.3.linear_fc1.weight``). The
+    output norm of a gated delta net is stored as weight - 1 if the arguments have
+    ``apply_layernorm_1p``, the default for such a model: we store its other norms in that form too.
 
     Args:
         source: Our save root, or one checkpoint's own directory.
         target: The save root to write to.
         step: The step to read; None means the latest.
-        precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``: what the Megatron-LM job will run in, on
-            which the names of its optimizer states depend.
-        transformer_impl: ``"transformer_engine"`` or ``"local"``, as ``--transformer-impl``: where
-            the names of norms are.
-        args: Further arguments of the job, which go before all others.
+        precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``: the precision of the Megatron-LM job. The
+            names of its optimizer states depend on it.
+        transformer_impl: ``"transformer_engine"`` or ``"local"``, as ``--transformer-impl``. The
+            names of norms depend on it.
+        args: Further arguments of the job; they override all others.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
@@ -147,7 +148,7 @@ class _Output:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def add(self, path: tuple[str | int, ...], value: object) -> None:
-        """Write a value as torch DCP's planner would: nested dicts and lists of dicts apart."""
+        """Write a value as torch DCP's planner would: flatten nested dicts and lists of dicts."""
         if isinstance(value, dict):
             for name, item in value.items():
                 self.add((*path, name), item)
@@ -205,14 +206,14 @@ def _write_tensors(
 
 
 def _of_experts(tensor: torch.Tensor, name: str, their_names: TheirNames) -> list[torch.Tensor]:
-    """Return each expert's tensor of a stack; each has a scalar of it, as it would of its own."""
+    """Return the tensor of each expert in a stack; a scalar is repeated for each expert."""
     if name not in their_names.num_experts:
         return [tensor]
     return list(tensor) if tensor.ndim else [tensor] * their_names.num_experts[name]
 
 
 def _num_experts(ours: CheckpointReader, names: Collection[str]) -> dict[str, int]:
-    """Return the number of experts by the name of each stack, whole and in parts."""
+    """Return the number of experts of each stack by name: of whole stacks and of their parts."""
     stored = (k.removeprefix("model.") for k in ours.manifest.tensors if k.startswith("model."))
     shapes = {n: ours.shape(f"model.{n}") for n in {*names, *stored} if is_stack(n)}
     return {name: shape[0] for name, shape in shapes.items() if len(shape) == 3}
@@ -224,7 +225,7 @@ def _model_args(
     given: Mapping[str, object],
     transformer_impl: str,
 ) -> dict[str, object]:
-    """Return the job's arguments about the model: made, the checkpoint's own, and given ones."""
+    """Return the job's model arguments: derived, then the checkpoint's own, then given ones."""
     args = args_needed_to_load(ours, names)
     if any(map(is_stack, names)):
         args["moe_grouped_gemm"] = transformer_impl == "transformer_engine"
@@ -235,7 +236,7 @@ def _model_args(
 
 
 def _origin(extra: object) -> dict[str, Any]:
-    """Return what an import from Megatron-LM has left in a checkpoint's extra."""
+    """Return what an import from Megatron-LM stored in the extra of a checkpoint."""
     return extra.get("nvidia", {}) if isinstance(extra, dict) else {}
 
 
@@ -291,7 +292,7 @@ def _write_rest(
 
 
 def _objects(ours: CheckpointReader) -> Iterator[tuple[str, object]]:
-    """Yield the objects that have a place in their format; the log names the others."""
+    """Yield the objects that Megatron-LM's format has a place for; log the others."""
     left_out = []
     for key in ours.manifest.objects:
         if key in _OWN_OBJECTS or key.startswith(("optimizer.state.", "rng.")):

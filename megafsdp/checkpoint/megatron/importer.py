@@ -1,8 +1,8 @@
 """Turn Megatron-LM's ``fsdp_dtensor`` checkpoints into ours, in one process on the CPU.
 
-Tensors go from file to file one at a time; no model is built and no rank talks to another. Names
-are in names.py, values beside tensors in values.py. The directory runs no code: its pickles are
-read as data.
+Tensors go from file to file one at a time; no model is built and nothing is communicated. Names are
+in names.py, values beside tensors in values.py. The directory cannot run code: its pickles are read
+as data.
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ def from_megatron(
     """Write a checkpoint of ours from one that Megatron-LM saved with ``fsdp_dtensor``.
 
     Weights, optimizer states, parameter groups, the learning rate schedule and the random states go
-    where ``load`` looks for them; the job's arguments are kept as plain values in ``extra``. What
-    is bound to the job's own machinery (``_extra_state``, the state of its rerun machine) is
-    dropped. One tensor is in memory at a time.
+    where ``load`` looks for them; the job's arguments are kept as plain values in ``extra``. State
+    of the job's own machinery (``_extra_state``, the rerun state machine) is dropped. One tensor is
+    in memory at a time.
 
-    A layer's experts become one stack, as ``megafsdp.models`` has them, whether theirs were grouped
-    or sequential. Norms of a model with a gated delta net stay as they are, and its output norm
-    has 1 added where theirs are stored less 1 (``apply_layernorm_1p``).
+    A layer's experts, grouped or sequential, become one stack, as in ``megafsdp.models``. In a
+    model with a gated delta net, norms are copied as they are, except that 1 is added to the output
+    norm if Megatron-LM stored weight - 1 (``apply_layernorm_1p``).
 
     Args:
         source: Megatron-LM's save root, or one checkpoint's own directory.
         root: Our save root.
         step: The iteration to read; None means the latest.
-        ignore: Patterns (``fnmatch``) of their keys to leave out.
-        separate_experts: Keep the name of each expert, for a model with a module for each.
+        ignore: Patterns (``fnmatch``) of Megatron-LM's keys to leave out.
+        separate_experts: Store each expert under its own name, for a model with a module per
+            expert.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
         The published directory.
 
     Raises:
-        CheckpointError: There is no such directory, it is damaged, it holds keys that are unknown,
-            some are missing, or the iteration is published already, or lower than our latest step;
-            nothing is published.
+        CheckpointError: There is no such directory, it is damaged, keys are unknown or missing, or
+            the iteration is published already or lower than our latest step; nothing is published.
     """
     patterns = as_patterns("ignore", ignore)
     with DCPDirectory(source, step) as theirs:
@@ -156,7 +156,7 @@ def _rng_states(common: Mapping[str, object]) -> list[dict]:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """The way of tensors from their directory into our checkpoint, one at a time."""
+    """Copies tensors from Megatron-LM's directory into our checkpoint, one at a time."""
 
     theirs: DCPDirectory
     ours: CheckpointWriter
@@ -183,7 +183,8 @@ class _Copy:
         """Copy optimizer states.
 
         Args:
-            steps: The step of each parameter by its whole name, where groups count steps.
+            steps: The step of each parameter, by the name of the whole (unsplit) parameter, if
+                groups count steps.
         """
         for name, members in self.contents.members().items():
             keys = self.contents.states.get(members[0], {})
@@ -216,13 +217,16 @@ class _Copy:
                 self.ours.fuse(f"optimizer.state.{name}.{state}", keys, dim=int(is_stack(name)))
 
     def _fused(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Return their name and parts of each fused parameter; a stack's by one of its experts."""
+        """Return source name and parts of each fused parameter; for a stack, those of one expert.
+
+        Keys are the names in our checkpoint.
+        """
         return {self.contents.stored_name(n): (n, p) for n, p in self.contents.parts.items()}
 
     def _tensor(
         self, name: str, stored: str, keys: list[str], fused: FusedParts | None = None
     ) -> None:
-        """Copy a parameter's tensor, or those of all experts as a stack; of scalars the first."""
+        """Copy a parameter's tensor, or stack those of all experts; of scalars copy the first."""
         if name in self.contents.stacks and self.theirs.tensors[keys[0]].shape:
             self.ours.add_stack(stored, map(self._read, keys))
         else:

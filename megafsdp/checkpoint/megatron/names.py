@@ -1,10 +1,10 @@
 """Names in Megatron-LM's ``fsdp_dtensor`` checkpoints, mapped to ours and back; pure functions.
 
-A parameter's name is Megatron's FQN in both formats, so most of a key is the same; what differs is
-the wrappers in front (``module.``), a norm that a Transformer Engine layer keeps inside the linear
-map behind it, and the inner layer of multi-token prediction. Fused parameters are stored as the
-same parts under the same names. A layer's experts are one stack in ours and a tensor each in
-theirs, by their global index. No tensor is seen here.
+A parameter's name is Megatron's FQN in both formats, so most of a key is the same. The differences
+are the wrappers in front (``module.``), a norm that a Transformer Engine layer keeps inside the
+linear map that follows it, and the inner layer of multi-token prediction. Fused parameters are
+stored as the same parts under the same names. A layer's experts are one stack in our format, and
+one tensor per expert, by global index, in Megatron-LM's. Nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOPS = "num_floating_point_operations_so_far"
 SCHEDULER = "opt_param_scheduler"
 GROUP_META = "optimizer.param_to_group_meta"
 
-# Whole common keys, and those that begin a group of keys.
+# Common keys, and prefixes of groups of common keys.
 _COMMON = frozenset({"args", "checkpoint_version", "iteration", FLOPS})
 _COMMON_GROUPS = (f"{SCHEDULER}.", "rng_state.")
 # State of Megatron's own machinery, which no other program can use.
@@ -34,16 +34,16 @@ _EXTRA_STATE = "._extra_state"
 
 _MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
-# NVIDIA's converter from torch_dist writes a dot more behind the wrappers.
+# NVIDIA's converter from torch_dist writes one more dot after the wrappers.
 _GROUP = re.compile(
     r"optimizer\.param_to_group_meta\.(?:module\.)*\.?(?P<name>[^.].*)\.(?P<field>[^.]+)"
 )
-# It copies groups whose parameters have numbers, which mean nothing outside of its source.
+# That converter also copies groups with numbered parameters; the numbers mean nothing here.
 _NUMBERED_GROUP = re.compile(
     r"optimizer\.(?:\d+\.optimizer\.)?param_groups\.(?P<name>\d+)\.(?P<field>.+)"
 )
 
-# A linear map with a norm in front of it, and the name of that norm as a layer of its own.
+# A linear map with a norm in front of it, and the name of that norm where it is its own layer.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv", "input_layernorm"),
     ("self_attention.linear_qkv_down_proj", "input_layernorm"),
@@ -72,7 +72,7 @@ _OF_STACK = (
 _MTP_ON_DISK = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.transformer_layer\.")
 _MTP_IN_MODULE = re.compile(r"((?:.*\.)?mtp\.layers\.\d+)\.mtp_model_layer\.")
 
-# Ends of the parts' names, in the order in which they are joined along dim 0.
+# Suffixes of the parts' names, in the order in which they are joined along dim 0.
 _SUFFIXED_PARTS = (
     (re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*"), ("_w", "_v")),
     *(
@@ -94,13 +94,13 @@ _DOWN_PROJS = ("linear_q_down_proj", "linear_kv_down_proj")
 
 @dataclass(frozen=True, slots=True)
 class TheirKey:
-    """What a key of theirs means.
+    """The meaning of a Megatron-LM key.
 
     Attributes:
-        kind: ``model``, ``state``, ``group``, ``numbered`` for a group that does not name its
-            parameters, ``common``, or ``dropped`` for what has no meaning outside of the job that
-            wrote it.
-        name: Our name of the parameter or buffer; of a common value, its whole key.
+        kind: ``model``, ``state``, ``group``, ``numbered`` (a group that does not name its
+            parameters), ``common``, or ``dropped`` (no meaning outside the job that wrote it).
+        name: Our name of the parameter or buffer; the whole key of a common or dropped value; the
+            number of a numbered parameter group.
         field: Name of the optimizer state or of the group's field.
     """
 
@@ -110,7 +110,7 @@ class TheirKey:
 
 
 def read_key(key: str) -> TheirKey | None:
-    """Return what a key of theirs means, or None if it is unknown."""
+    """Return the meaning of a Megatron-LM key, or None if it is unknown."""
     if key.endswith(_EXTRA_STATE) or f"{_EXTRA_STATE}." in key or key.startswith(_MACHINERY):
         return TheirKey("dropped", key)
     if key in _COMMON or key.startswith(_COMMON_GROUPS):
@@ -127,10 +127,10 @@ def read_key(key: str) -> TheirKey | None:
 
 
 def our_name(name: str) -> str:
-    """Return our name of a parameter of theirs; wrappers are stripped already.
+    """Return our name of a Megatron-LM parameter, given without wrappers.
 
     A norm inside a linear map becomes a layer of its own, and the inner layer of multi-token
-    prediction has the name of its module, ``mtp_model_layer``.
+    prediction is named as its module is, ``mtp_model_layer``.
     """
     if found := _TE_NORM.fullmatch(name):
         name = f"{found['layer']}{dict(_FUSED_NORMS)[found['linear']]}.{found['leaf']}"
@@ -138,11 +138,10 @@ def our_name(name: str) -> str:
 
 
 def place_in_stack(name: str) -> tuple[str, int] | None:
-    """Return the stack of ours that has a parameter of an expert of theirs, and its place there.
+    """Return our stack for a parameter of one expert, and the expert's index; None if not one.
 
     Args:
-        name: As :func:`our_name` returns it, of a whole parameter or of a part; None is returned
-            if it is no expert's.
+        name: Name of a whole parameter or of a part, as :func:`our_name` returns it.
     """
     for pattern in _OF_STACK:
         if found := pattern.fullmatch(name):
@@ -151,29 +150,31 @@ def place_in_stack(name: str) -> tuple[str, int] | None:
 
 
 def is_output_norm(name: str) -> bool:
-    """Return whether ours of a name is the norm behind a gated delta rule, whose weight is plain.
+    """Return whether our tensor of this name is the norm after a gated delta rule.
 
-    Theirs is stored less 1 wherever norms are, which is the other norms' form in ours too.
+    We store its weight plain. Megatron-LM stores weight - 1 if it does so for all norms
+    (``apply_layernorm_1p``); we store the other norms in that form too.
     """
     return name.endswith(".self_attention.out_norm.weight")
 
 
 def is_stack(name: str) -> bool:
-    """Return whether ours of a name is a stack of a layer's experts, or a part of one."""
+    """Return whether our tensor of this name is a stack of experts, or a part of one."""
     return _STACK.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TheirNames:
-    """Writes our names as theirs, for one model and one kind of job.
+    """Translates our names to Megatron-LM's, for one model and one kind of job.
 
     Attributes:
-        names: All our names of parameters and buffers, each fused parameter whole.
-        precision: One of ``PRECISIONS``; a run in 16 bits has one more wrapper in its optimizer.
+        names: All our names of parameters and buffers, with the whole name of fused parameters.
+        precision: One of ``PRECISIONS``; a 16-bit run has one more wrapper in its optimizer.
         transformer_impl: One of ``TRANSFORMER_IMPLS``: Transformer Engine's layers keep norms
             inside linear maps.
-        num_experts: Number of experts by the name of each stack, whole or a part.
-        is_grouped: A layer of theirs computes its experts at once, and numbers their parameters.
+        num_experts: Number of experts of each stack, or part of a stack, by name.
+        is_grouped: A Megatron-LM layer computes all its experts at once, and numbers their
+            parameters.
     """
 
     names: frozenset[str]
@@ -186,7 +187,7 @@ class TheirNames:
         """Check the choices.
 
         Raises:
-            ValueError: One is unknown.
+            ValueError: A choice is unknown.
         """
         for argument, value, choices in (
             ("precision", self.precision, PRECISIONS),
@@ -203,7 +204,7 @@ class TheirNames:
                 )
 
     def of_experts(self, name: str) -> list[str]:
-        """Return the name of each expert's tensor in a stack; of other tensors the name itself."""
+        """Return the name of each expert's tensor in a stack; for other tensors, [name]."""
         found = _STACK.fullmatch(name)
         if found is None or name not in self.num_experts:
             return [name]
@@ -214,7 +215,7 @@ class TheirNames:
         return [f"{experts}.local_experts.{i}.{leaf}{part}" for i in indices]
 
     def model_key(self, name: str) -> tuple[str, ...]:
-        """Return the key of a weight or buffer, as the path of nested dicts it is in."""
+        """Return the key of a weight or buffer, as its path in nested dicts."""
         return ("model", f"module.{self._on_disk(name)}")
 
     def state_key(self, name: str, state: str) -> tuple[str, ...]:
@@ -222,9 +223,9 @@ class TheirNames:
         return ("optimizer", "state", f"{self._wrappers}{self._on_disk(name)}", state)
 
     def group_key(self, name: str, field: str) -> tuple[str, ...]:
-        """Return the key of a field of a parameter's group; the name is a whole one.
+        """Return the key of a field of a parameter's group; a fused one goes by its whole name.
 
-        Megatron-LM renames nothing here: the key has the name that the module has.
+        Megatron-LM does not rename here: the key has the name in the module.
         """
         return (*GROUP_META.split("."), f"{self._wrappers}{self._fused_norm(name)}", field)
 
@@ -246,7 +247,7 @@ class TheirNames:
 
 
 def group_member(name: str) -> str:
-    """Return the name by which our parameter groups list a parameter: one for all experts."""
+    """Return the name of a parameter in our groups; all experts of a layer have one name."""
     return _EXPERT.sub(rf"\1.{ANY_EXPERT}.", name)
 
 
@@ -255,7 +256,7 @@ def group_members(name: str, names: Collection[str]) -> list[str]:
 
     Args:
         name: A name of :func:`group_member`.
-        names: All parameters; of one that stands for all experts, those that it stands for.
+        names: All parameters; those that match are returned if ``name`` stands for all experts.
     """
     if ANY_EXPERT not in name:
         return [name]
@@ -268,8 +269,8 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
 
     Args:
         names: Stored names of weights.
-        whole_names: Names that the optimizer's groups use: by them an MLA layer that fuses its two
-            down-projections differs from one that does not, which is stored alike.
+        whole_names: Names that the optimizer's groups use. Only they tell whether an MLA layer
+            fuses its two down-projections: the weights are stored alike.
 
     Returns:
         The names of the parts of each whole name, in the order in which they are joined.
@@ -284,7 +285,7 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
             if suffix is None or not pattern.fullmatch(whole := name.removesuffix(suffix)):
                 continue
             parts = tuple(f"{whole}{s}" for s in suffixes)
-            # Several kinds of layer have an in_proj: the one that has most of the names is meant.
+            # Several kinds of layer have an in_proj: take the one with most of its parts stored.
             if whole not in found or _fit(parts, names) > _fit(found[whole], names):
                 found[whole] = parts
     for whole in whole_names:
@@ -308,5 +309,5 @@ def joined_parts(names: Collection[str], whole_names: Iterable[str]) -> dict[str
 
 
 def _fit(parts: tuple[str, ...], names: Collection[str]) -> tuple[int, int]:
-    """Return a higher value the more parts are stored, and then the fewer are not."""
+    """Return a sort key: more stored parts first, then fewer missing ones."""
     return sum(part in names for part in parts), -len(parts)

@@ -1,8 +1,8 @@
 """Translate the values beside tensors in Megatron-LM's checkpoints, to ours and back.
 
 The learning rate schedule, the parameter groups and the random states are translated. The
-arguments of the job are carried as plain data; only those that a load needs are made where there
-are none. Keys of the directory are in names.py; files are read and written elsewhere.
+arguments of the job are kept as plain data; if a checkpoint has none, those that a load needs are
+derived. Keys of the directory are in names.py; files are read and written elsewhere.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megafsdp.checkpoint.tools.safe_pickle import Foreign
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.fused_parts import FusedParts
 
-# Fields by which Megatron-LM distinguishes its groups, with the value of an ordinary one.
+# Fields by which Megatron-LM tells its groups apart, with their values in an ordinary group.
 _GROUP_IDENTITY = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 _OUR_MULTIPLIER = "lr_multiplier"
 # A schedule that lacks one of these is not translated.
 _SCHEDULE_FIELDS = frozenset(
     {"max_lr", "min_lr", "lr_warmup_steps", "num_steps", "lr_decay_steps", "lr_decay_style"}
 )
-# Their names of the ways down of a WSD schedule, and ours.
+# Shapes of the decay of a WSD schedule: Megatron-LM's names -> ours.
 _DECAY_SHAPES = {**{s: s for s in ("linear", "cosine", "exponential")}, "minus_sqrt": "sqrt"}
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -55,10 +55,10 @@ def plain_args(value: object) -> tuple[dict[str, object], list[str]]:
         value: The ``args`` of a checkpoint, as ``safe_pickle`` reads them.
 
     Returns:
-        The arguments, and the names of those that were no plain values and are texts here.
+        The arguments, and the names of those that were no plain values and became text.
 
     Raises:
-        ValueError: It is no namespace.
+        ValueError: ``value`` is no namespace.
     """
     attributes = value.attributes() if isinstance(value, Foreign) else value
     if not isinstance(attributes, dict) or not all(isinstance(key, str) for key in attributes):
@@ -94,14 +94,14 @@ def _text(value: object) -> str:
 
 
 def our_schedule(theirs: Mapping[str, object], args: Mapping[str, object]) -> dict | None:
-    """Return the state of a learning rate schedule in the words of ``megafsdp.training``.
+    """Return the state of a learning rate schedule in the form of ``megafsdp.training``.
 
     Args:
         theirs: The fields of ``opt_param_scheduler``; its steps are samples.
-        args: The job's arguments, which alone have the decay of a WSD schedule.
+        args: The job's arguments; only they have the decay of a WSD schedule.
 
     Returns:
-        The schedule, or None if it is of a kind that does not exist here.
+        The schedule, or None if we have no schedule of this kind.
     """
     if any(theirs.get(name) is None for name in _SCHEDULE_FIELDS):
         return None
@@ -136,8 +136,8 @@ def their_schedule(
     """Return the fields of ``opt_param_scheduler``.
 
     Args:
-        ours: A schedule of ``megafsdp.training``, or the state of any other scheduler, or None: a
-            constant rate.
+        ours: The state of a schedule of ``megafsdp.training``. The state of any other scheduler, or
+            None, becomes a constant rate.
         groups: The optimizer's parameter groups.
         num_samples: Samples that the schedule has counted.
 
@@ -183,8 +183,8 @@ def our_groups(
     """Gather parameters of equal fields into groups.
 
     Args:
-        fields: The fields of each parameter's group, by the parameter's whole name.
-        stored_name: Returns what our checkpoint calls a parameter.
+        fields: The fields of each parameter's group, by the name of the whole (unsplit) parameter.
+        stored_name: Returns the name of a parameter in our checkpoint.
 
     Returns:
         Groups with ``names`` and hyperparameters, in the order of their first parameters; and the
@@ -209,7 +209,7 @@ def our_groups(
 
 
 def their_group(group: Mapping[str, object], schedule: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields that each parameter of a group gets, its step excepted.
+    """Return the fields that each parameter of a group gets, except its step.
 
     Args:
         group: Hyperparameters of one of our groups; ``names`` is left out.
@@ -228,18 +228,18 @@ def their_group(group: Mapping[str, object], schedule: Mapping[str, object]) -> 
 
 
 def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], list[str]]:
-    """Return random states by rank, as ``rng.rng_state`` makes them.
+    """Return random states by rank, in the form of ``rng.rng_state``.
 
     Args:
-        values: Keys ``rng_state.(stage, tp)...`` and their values: a list of states, or one value
-            of one of them.
+        values: Keys ``rng_state.(stage, tp)...`` and their values: a list of the states of ranks,
+            or a single value of one state.
 
     Returns:
-        The states of the ranks that share the first cell, and the keys of other cells, whose ranks
-        have no counterpart here.
+        The states of the ranks at ``(0, 0)``, and the keys of the other ranks, which have no
+        counterpart here.
 
     Raises:
-        CheckpointError: They are not what Megatron-LM writes.
+        CheckpointError: The values are not what Megatron-LM writes.
     """
     ranks: dict[int, dict[str, object]] = {}
     unused = []
@@ -290,7 +290,7 @@ def their_rng_state(ours: Mapping) -> dict[str, object]:
     """Return one rank's random states as Megatron-LM keeps them.
 
     Args:
-        ours: What ``rng.rng_state`` returned; ``cuda`` and ``trackers`` are there or not.
+        ours: What ``rng.rng_state`` returned; ``cuda`` and ``trackers`` are optional.
     """
     python, numpy = ours["python"], ours["numpy"]
     theirs: dict[str, object] = {
@@ -316,11 +316,11 @@ def _number(value: object) -> float:
 def query_groups(
     name: str, shape: tuple[int, ...], args: Mapping[str, object]
 ) -> FusedParts | None:
-    """Return the query groups inside a weight or bias; None if it has none that args explain.
+    """Return the query groups inside a weight or bias; None if args do not determine them.
 
     Args:
         name: Our name.
-        shape: The stored tensor's.
+        shape: Shape of the stored tensor.
         args: The job's arguments.
     """
     heads = args.get("num_attention_heads")
@@ -347,7 +347,7 @@ def args_needed_to_load(ours: CheckpointReader, names: Collection[str]) -> dict[
 
     Args:
         ours: The checkpoint.
-        names: All our names of parameters and buffers, each fused parameter whole.
+        names: All our names of parameters and buffers, with the whole name of fused parameters.
     """
     manifest = ours.manifest
     args: dict[str, object] = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
@@ -359,9 +359,9 @@ def args_needed_to_load(ours: CheckpointReader, names: Collection[str]) -> dict[
         args["add_position_embedding"] = _POSITIONS in names
         args["untie_embeddings_and_output_weights"] = f"model.{OUTPUT}" not in manifest.aliases
     if any(map(is_output_norm, names)):
-        # The other norms of a model with a gated delta net are stored less 1.
+        # In a model with a gated delta net, the other norms are stored as weight - 1.
         args["apply_layernorm_1p"] = True
-    # A model may begin with layers of linear attention.
+    # Search all layers: the first ones may have linear attention.
     layers_qkv = (manifest.tensors.get(f"model.{name}") for name in names if _QKV.fullmatch(name))
     qkv = next((entry.fused for entry in layers_qkv if entry is not None), None)
     if qkv is not None and qkv.names in (_QKV_PARTS, _GATED_QKV_PARTS):
