@@ -1,9 +1,9 @@
-"""Canonical state: the tensors of a model and its optimizer, under names free of mesh and wrappers.
+"""Canonical state: the tensors of a model and its optimizer, by names free of mesh and wrappers.
 
 The name of a parameter is its FQN in the user's module. Keys are ``model.<fqn>``,
 ``optimizer.state.<fqn>.<state>``, ``optimizer.param_groups`` and so on; a fused parameter has a key
-for each part, an expert the index it has in its layer. Tensors stay where they are: nothing is
-copied or gathered here, and a sharded tensor is listed as the DTensor it is.
+for each part, and an expert is named by its index in the layer. Tensors stay where they are:
+nothing is copied or gathered here, and a sharded tensor is listed as the DTensor it is.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from megafsdp.optimizer.states.quantized import main_weight_of
 
 GROUPS_KEY = "optimizer.param_groups"
 EXTRA_STATE = "_extra_state"
-# Which parameters a group has; checkpoints name them by their canonical names.
+# Entries of a group that list its parameters; checkpoints list canonical names instead.
 GROUP_MEMBERS = frozenset({"params", "param_names"})
-# What a stored group calls the names of its members.
+# The entry of a stored group that lists those names.
 MEMBER_NAMES = "names"
-# How an optimizer runs is the running job's choice; what it computes is the checkpoint's.
+# The running job decides how its optimizer runs; the checkpoint decides what it computes.
 EXECUTION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @runtime_checkable
 class HasCanonicalState(Protocol):
-    """An optimizer that keeps states or weights in another form than checkpoints do."""
+    """An optimizer that keeps states or weights in another form than checkpoints."""
 
     def canonical_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states in the form of checkpoints; local."""
 
     def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
-        """Return the names of the states that a parameter may have; None for any; local."""
+        """Return the names of the states that a parameter may have; None means any; local."""
 
     def canonical_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter's weight in the form of checkpoints, or the parameter; local."""
@@ -58,21 +58,21 @@ class HasCanonicalState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CanonicalState:
-    """State by key, as it is spread over the ranks.
+    """State by key, sharded as it is.
 
     Attributes:
         tensors: Plain tensors, DTensors, and parts of them.
         objects: Structures of plain values and small tensors, alike on all ranks that have them.
         fused: Declared parts of fused parameters that are stored whole.
         fused_into: Key of each fused tensor that is stored in parts -> its parts' keys in order
-            (``"parts"``), the dim along which they lie (``"dim"``), and how often they repeat in
-            memory (``"num_groups"``) if they do.
+            (``"parts"``), the dim that joins them (``"dim"``), and, if they repeat in memory, how
+            often (``"num_groups"``).
         aliases: Further names of tied parameters, and of buffers of a module that has several
             names: key -> key in ``tensors``.
         rank_zero: Keys in ``tensors`` whose values may differ between ranks (buffers): rank 0's are
             stored.
         ranks_of: Keys that not all ranks have -> the ranks that have them.
-        elsewhere: Names of parameters that other ranks have and this one has not.
+        elsewhere: Names of parameters that only other ranks have.
     """
 
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class CanonicalState:
     elsewhere: set[str] = field(default_factory=set)
 
     def update(self, other: CanonicalState) -> None:
-        """Add what another state lists, the optimizer's beside the model's."""
+        """Add the entries of another state, e.g. the optimizer's to the model's."""
         for kind in fields(self):
             getattr(self, kind.name).update(getattr(other, kind.name))
 
@@ -96,12 +96,12 @@ class CanonicalState:
 
 
 def canonical_name(fqn: str) -> str:
-    """Return a module path without what ``torch.compile`` and checkpoint wrappers add to it."""
+    """Return a module path without the components of ``torch.compile`` and checkpoint wrappers."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PARTS)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the canonical name of each parameter; a tied one has its first name."""
+    """Return the canonical name of each parameter; the first one if it is tied."""
     declare_parts(model)
     return {
         parameter: canonical_name(fqn) for fqn, parameter in _unwrapped(model).named_parameters()
@@ -111,7 +111,10 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def modules_with_extra_state(
     model: nn.Module, *, are_all_names: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the first key, or each, and the module of modules that define ``get_extra_state``."""
+    """Yield key and module of each module that defines ``get_extra_state``.
+
+    A module with several names is yielded under the first only, unless ``are_all_names``.
+    """
     for fqn, module in _unwrapped(model).named_modules(remove_duplicate=not are_all_names):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield ".".join(filter(None, ("model", canonical_name(fqn), EXTRA_STATE))), module
@@ -131,12 +134,12 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
     """List a model's parameters, persistent buffers and extra states; local.
 
     Args:
-        model: Any module, sharded or not, outside of its forward and backward.
-        stored: Keys of a checkpoint that is to be loaded; a fused parameter that it has whole is
-            listed whole.
+        model: Any module, sharded or not, outside its forward and backward.
+        stored: Keys of a checkpoint that is to be loaded; a fused parameter that is stored whole
+            there is listed whole.
 
     Raises:
-        CheckpointError: It shows compute weights, of which main weights could not be restored.
+        CheckpointError: The model shows compute weights; main weights cannot be restored from them.
     """
     _require_at_rest(_unwrapped(model))
     declare_parts(model)
@@ -160,7 +163,7 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
             state.aliases.update(zip(keys, keys_by_parameter[parameter], strict=True))
             continue
         keys_by_parameter[parameter] = keys
-        # Of a quantized one the fp32 weight, as the engine stores it; its codes follow from it.
+        # A quantized parameter is stored as its fp32 weight; the codes are derived from it.
         weight = main_weight_of(parameter)
         pieces = form.pieces(parameter if weight is None else weight)
         state.tensors.update(zip(keys, pieces, strict=True))
@@ -187,8 +190,8 @@ def optimizer_state(
         names: Canonical names of the model's parameters.
 
     Raises:
-        CheckpointError: It has a parameter that is not the model's, a state that exists per rank,
-            or a state of no parameter.
+        CheckpointError: The optimizer has a parameter that is not the model's, a state that exists
+            per rank, or a state that belongs to no parameter.
     """
     state = CanonicalState()
     _require_states_of_parameters(optimizer)
@@ -217,7 +220,7 @@ def optimizer_state(
 
 
 def reserved_option(where: str) -> str:
-    """Return the message of a parameter group that has an option of the reserved name."""
+    """Return the error message for a parameter group that has an option of the reserved name."""
     return expected(
         "options of parameter groups by other names",
         f"an option '{MEMBER_NAMES}', which is what checkpoints call the members",
@@ -227,7 +230,7 @@ def reserved_option(where: str) -> str:
 
 
 def member_names(group: dict, names: dict[nn.Parameter, str]) -> list[str]:
-    """Return the names that a parameter group lists on disk, a layer's experts under one."""
+    """Return the names that a group lists on disk; all experts of a layer have one name."""
     members = (name_of_group_member(names[p], annotation_of(p).experts) for p in group["params"])
     return list(dict.fromkeys(members))
 
@@ -255,7 +258,7 @@ def _groups_of_all_ranks(
 def canonical_weights(
     optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], stored: Container[str] = ()
 ) -> Iterator[tuple[str, nn.Parameter, Stored]]:
-    """Yield key, parameter and stored piece of each weight that is not stored as it is; local."""
+    """Yield key, parameter and stored piece of each weight that the optimizer converts; local."""
     if not isinstance(optimizer, HasCanonicalState):
         return
     for group in optimizer.param_groups:
@@ -298,7 +301,7 @@ def state_key(name: str, state_name: object) -> str:
     """Return the key of one state of one parameter.
 
     Raises:
-        CheckpointError: The state's name is no plain word.
+        CheckpointError: The state's name is not a non-empty string without dots.
     """
     if not isinstance(state_name, str) or not state_name or "." in state_name:
         raise CheckpointError.expected(
@@ -345,7 +348,7 @@ def _require_at_rest(model: nn.Module) -> None:
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield key, first key and buffer; a module of two names has its buffers under both."""
+    """Yield key, first key and buffer; a module with two names has its buffers under both."""
     first_keys: dict[tuple[nn.Module, int], str] = {}
     for fqn, module in _unwrapped(model).named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -355,7 +358,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tens
 
 
 def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse states that have no name on disk; an empty entry loses nothing."""
+    """Refuse states that belong to no parameter and so have no name on disk; empty ones may."""
     members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strange = [k for k, states in optimizer.state.items() if k not in members and states != {}]
     if strange:
@@ -372,7 +375,7 @@ def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_global(key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Refuse a rank's own plain tensor beside a sharded parameter: its global form is unknown."""
+    """Refuse a plain tensor as state of a sharded parameter: its global form is unknown."""
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
         raise CheckpointError.expected(
             f"a DTensor like its parameter of shape {tuple(parameter.shape)}, or a scalar",

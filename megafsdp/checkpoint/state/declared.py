@@ -1,13 +1,13 @@
 """What layers declare about parameters that our engine has not cut.
 
-torch's ``fully_shard`` drops what a layer wrote on its parameters. And where tensor parallelism
-alone cuts a fused one, or FSDP2 beside it, the DTensor has the parts of each rank one after
-another, which is not the order of the whole; under our engine it has that of the whole:
+torch's ``fully_shard`` drops the attributes that a layer set on its parameters. And if tensor
+parallelism cuts a fused parameter, with or without FSDP2, the DTensor has the parts of each rank
+one after another. That is not the order of the whole, which our engine keeps:
 
     whole                        [gate gate; up up]
     DTensor, tp 2, FSDP2 or not  [gate; up; gate; up]
 
-So checkpoints ask the layers themselves, each time before parameters are listed.
+So checkpoints ask the layers each time before parameters are listed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _ATTRIBUTE = "_megafsdp_declared_parts"
 class _Declares(Protocol):
     """A layer of megafsdp.parallel."""
 
-    # By name alone: this room does not import the layers.
+    # Recognized by attribute names alone: this package does not import the layers.
     declarations: Mapping[str, ParameterAnnotation]
     tp_mesh: DeviceMesh | None
 
 
 class DeclaredParts(NamedTuple):
-    """The logical tensors inside a parameter, and how it has them in memory.
+    """The logical tensors inside a parameter, and their order in memory.
 
     Attributes:
         fused: The parts of the whole; None if it is one logical tensor.
-        num_ranks: Of how many ranks it has the parts one after another; 1 in the whole's order.
+        num_ranks: Number of ranks whose parts follow one another in the parameter; 1 means the
+            order of the whole.
     """
 
     fused: FusedParts | None
@@ -51,7 +52,7 @@ class DeclaredParts(NamedTuple):
 
 
 def declare_parts(model: nn.Module) -> None:
-    """Write on parameters that our engine has not cut which parts their layers declare; local."""
+    """Set on parameters that our engine has not cut the parts that their layers declare; local."""
     for module in model.modules():
         if not isinstance(module, _Declares):
             continue
@@ -62,17 +63,17 @@ def declare_parts(model: nn.Module) -> None:
 
 
 def declared_parts(parameter: torch.Tensor) -> DeclaredParts:
-    """Return the parts of a parameter whose model was given to :func:`declare_parts`."""
-    # Our engine copies attributes to the parameters that it makes, in which the order is another.
+    """Return the parts of a parameter; call :func:`declare_parts` on its model first."""
+    # Our engine copies attributes to the parameters that it makes, whose order differs.
     found = getattr(parameter, _ATTRIBUTE, None) if _is_of_others(parameter) else None
     return DeclaredParts(annotation_of(parameter).fused) if found is None else found
 
 
 def require_whole_order(model: nn.Module, manifest: Manifest, *, where: str) -> None:
-    """Refuse a checkpoint whose order is not known, if one of these parameters has another; local.
+    """Refuse a checkpoint of unknown order if a parameter is not in the order of the whole; local.
 
     Raises:
-        CheckpointError: An earlier release wrote it.
+        CheckpointError: An earlier release wrote the checkpoint.
     """
     if manifest.has_whole_order:
         return
@@ -95,6 +96,6 @@ def _is_of_others(parameter: torch.Tensor | None) -> bool:
 def _parts_of(
     declared: ParameterAnnotation, fused: FusedParts, tp_mesh: DeviceMesh | None
 ) -> DeclaredParts:
-    # Of parts that repeat in groups each rank has whole groups: the order is the whole's.
+    # If parts repeat in groups, each rank has whole groups, so the order is that of the whole.
     is_cut = tp_mesh is not None and declared.tp_dim == fused.dim and fused.num_groups == 1
     return DeclaredParts(fused, tp_mesh.size() if is_cut and tp_mesh is not None else 1)

@@ -1,8 +1,8 @@
 """Experts on disk: by their index in the layer, whichever rank has them.
 
-A stack of experts is stored as this rank's rows of the layer's stack, a parameter of a single
-expert under a name with the index in the layer. Both follow from what the layer declared
-(:class:`~megafsdp.mesh.annotation.ExpertRange`); nothing is exchanged. Fused parts are cut in
+A rank's stack of experts is stored as rows of the layer's stack; a parameter of a single expert is
+stored under a name with the expert's index in the layer. Both follow from what the layer declared
+(:class:`~megafsdp.mesh.annotation.ExpertRange`), without communication. Fused parts are cut in
 state/fused.py.
 """
 
@@ -21,7 +21,7 @@ ANY_EXPERT = "*"
 
 
 def name_in_layer(name: str, experts: ExpertRange | None) -> str:
-    """Return a parameter's name with its expert's index in the layer.
+    """Return a parameter's name with its expert's local index replaced by that in the layer.
 
     Raises:
         CheckpointError: The declared component of the name is not the index of a local expert.
@@ -32,9 +32,9 @@ def name_in_layer(name: str, experts: ExpertRange | None) -> str:
 
 
 def name_of_group_member(name: str, experts: ExpertRange | None) -> str:
-    """Return the name by which parameter groups list a parameter: one for a layer's experts.
+    """Return the name of a parameter in parameter groups; all experts of a layer have one name.
 
-    Ranks with other experts thus have equal groups.
+    So ranks with different experts have equal groups.
     """
     if experts is None or experts.name_component is None:
         return name
@@ -42,9 +42,9 @@ def name_of_group_member(name: str, experts: ExpertRange | None) -> str:
 
 
 def names_elsewhere(name: str, experts: ExpertRange | None) -> list[str]:
-    """List the names under which other ranks store what this rank has by this name.
+    """List the names under which other ranks store the same parameter of their experts.
 
-    Only the first local expert's parameter lists them, so that all of a layer list them once.
+    Only the first local expert's parameter lists them, so that a layer lists each name once.
     """
     if experts is None or experts.name_component is None or _local_index(name, experts):
         return []
@@ -53,7 +53,7 @@ def names_elsewhere(name: str, experts: ExpertRange | None) -> list[str]:
 
 
 def is_named_by_expert(experts: ExpertRange | None) -> bool:
-    """Return whether a parameter exists on the ranks of its expert alone."""
+    """Return whether a parameter exists only on the ranks of its expert."""
     if experts is None or experts.name_component is None:
         return False
     return experts.count < experts.total
@@ -69,10 +69,10 @@ def is_partial_stack(experts: ExpertRange | None) -> bool:
 def stack_in_layer(
     name: str, shape: tuple[int, ...], experts: ExpertRange | None
 ) -> tuple[tuple[int, ...], Region]:
-    """Return the shape in the layer of a parameter and the region of it that this model has.
+    """Return the shape of the whole layer's parameter and the region of it that this model has.
 
     Raises:
-        CheckpointError: A stack has another number of experts than was declared.
+        CheckpointError: The number of experts in a stack is not the declared one.
     """
     if experts is None or experts.name_component is not None:
         return shape, Region((0,) * len(shape), shape)
@@ -93,7 +93,7 @@ def holders(
     """Return the ranks that have the same experts as this one; None means all ranks.
 
     Raises:
-        CheckpointError: The declared ranks leave this rank out.
+        CheckpointError: The declared ranks do not include this rank.
     """
     if experts is None or not dist.is_initialized():
         return None

@@ -1,9 +1,9 @@
-"""Splitting and joining: what a parameter and the tensors like it are called and cut to on disk.
+"""Splitting and joining: names and pieces on disk of a parameter and of tensors like it.
 
 A fused parameter whose layer names its parts is stored as these parts, each a tensor of its own;
-experts by their index in the layer. Weights, gradients and optimizer states go through the same
-:class:`StoredForm`, sharded or plain: to save is to read its pieces, to load is to write into them,
-so a load joins the parts in place. Which rank has what of a piece follows from format/regions.py.
+experts are stored by their index in the layer. Weights, gradients and optimizer states, sharded or
+plain, go through the same :class:`StoredForm`: a save reads its pieces and a load writes into them,
+so a load joins the parts in place. format/regions.py says which rank has what of a piece.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class StoredForm:
 
     Attributes:
         name: The parameter's name on disk, experts by their index in the layer.
-        parts: Names of what is stored: the parts of a fused parameter, or ``name`` alone.
+        parts: Names of the stored tensors: the parts of a fused parameter, or ``name`` alone.
         shape: The parameter's shape in memory.
-        fused: The parts, if it is split.
+        fused: The parts, if it is stored split.
         grouping: The parts, if it is stored whole.
         experts: Which experts it has.
         ranks: Ranks that have the same values of a plain tensor; None means all.
         is_own: True if only ``ranks`` have it under this name.
-        num_in_order: Of how many ranks it has the parts one after another; 1 in the whole's order.
+        num_in_order: Number of ranks whose parts follow one another in memory; 1 means the order of
+            the whole.
     """
 
     name: str
@@ -57,11 +58,11 @@ class StoredForm:
     def as_in(self, stored: Container[str], section: str = "") -> StoredForm:
         """Return this form, or the undivided one if a checkpoint has the parameter whole.
 
-        A program that writes without the model, such as a converter, may have no parts.
+        A checkpoint written without the model, e.g. by a converter, may not split it.
 
         Args:
             stored: Names in the checkpoint.
-            section: What stands before the parameter's name there.
+            section: Prefix of the parameter's name there.
         """
         if self.fused is None or self.fused.num_groups > 1 or section + self.name not in stored:
             return self
@@ -72,15 +73,15 @@ class StoredForm:
         return replace(self, parts=(self.name,), fused=None, grouping=self.fused or self.grouping)
 
     def is_split(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of the parameter is stored in parts, not with each part."""
+        """Return whether a tensor of the parameter is split into parts, not repeated for each."""
         return self.fused is not None and tuple(tensor.shape) == self.shape
 
     def pieces(self, tensor: torch.Tensor) -> list[Stored]:
-        """Return what is stored of a tensor of the parameter, one piece for each name; no copies.
+        """Return the stored pieces of a tensor of the parameter, one for each name; no copies.
 
         Args:
-            tensor: The parameter, its gradient or a state. One of another shape than the parameter,
-                such as a count of steps, is stored once with each part.
+            tensor: The parameter, its gradient or a state. A tensor of another shape than the
+                parameter, such as a count of steps, is stored once with each part.
 
         Raises:
             CheckpointError: The tensor does not fit the declaration.
@@ -121,10 +122,10 @@ class StoredForm:
     def _regions(
         self, fused: FusedParts, index: int, place: Region
     ) -> tuple[tuple[Region, Region], ...]:
-        """Return where one part is in memory and in the stored tensor, a pair for each group.
+        """Return the place of one part in memory and in the stored tensor, a pair for each group.
 
-        With groups [gate0; up0; gate1; up1], as a tensor cut for two tensor-parallel ranks has
-        them, the part ``up`` is two regions that lie one after another on disk.
+        With groups [gate0; up0; gate1; up1], as in a tensor cut for two tensor-parallel ranks, the
+        part ``up`` consists of two regions in memory that follow one another on disk.
         """
         dim, size = fused.dim, fused.sizes[index]
         pairs = []
@@ -172,7 +173,7 @@ def wholes_by_part(fused_into: dict[str, dict]) -> dict[str, str]:
 
 
 def part_names(name: str, fused: FusedParts | None) -> tuple[str, ...]:
-    """Return what a parameter's parts are called on disk; its own name if it is stored whole."""
+    """Return the names of a parameter's parts on disk; its own name if it is stored whole."""
     if fused is None or fused.stored_as is None:
         return (name,)
     path, _, parameter = name.rpartition(".")
@@ -183,7 +184,7 @@ def part_names(name: str, fused: FusedParts | None) -> tuple[str, ...]:
 
 
 def _as_laid(fused: FusedParts, num_ranks: int) -> FusedParts:
-    """Return the parts as groups, one for each of the ranks whose parts lie one after another."""
+    """Return the parts as groups, one for each rank whose parts follow one another in memory."""
     if num_ranks == 1:
         return fused
     sizes = tuple(size // num_ranks for size in fused.sizes)
@@ -193,7 +194,7 @@ def _as_laid(fused: FusedParts, num_ranks: int) -> FusedParts:
 def _regions_in_whole(
     fused: FusedParts, num_ranks: int, shape: tuple[int, ...], place: Region
 ) -> tuple[tuple[Region, Region], ...]:
-    """Return where each rank's part of each part is in memory, and in the whole in its order."""
+    """Return, for each rank and part, its place in memory and its place in the whole."""
     dim, pairs = fused.dim, []
     sizes = _as_laid(fused, num_ranks).sizes
     for rank in range(num_ranks):

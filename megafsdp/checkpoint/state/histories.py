@@ -1,12 +1,12 @@
 """Histories of delayed scaling in a checkpoint: ``quantize.<fqn>.weight_maxima`` and so on.
 
-Scales are made from the maxima of steps before, which no main weight shows. So these are stored, a
-fixed number of steps each, equal on all ranks; of a stack of experts a row for each expert, by its
-index in the layer. Any recipe loads any checkpoint: what a model does not use is left alone, and
-what a checkpoint has not begins anew, as in a first step. Of a longer history the newest steps are
-loaded, and a shorter one is preceded by steps that have not been.
+Scales are made from the maxima of earlier steps, which main weights do not contain. So the maxima
+are stored, for a fixed number of steps, equal on all ranks; a stack of experts has a row for each
+expert, by its index in the layer. Any recipe loads any checkpoint: histories that the model does
+not use are ignored, and those that the checkpoint lacks start anew, as at the first step. If the
+stored history is longer, its newest steps are loaded; if it is shorter, the older steps are empty.
 
-Which key goes where is said here; reading and writing is that of every tensor.
+The keys are decided here; histories are read and written like every other tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megafsdp.quantize.delayed import DelayedState
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 _KINDS = ("weight", "input", "grad")
 
-# Of the weight, its inputs and its gradients, as DelayedState.histories() returns them.
+# Histories of the weight, the inputs and the grads, as DelayedState.histories() returns them.
 Histories = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -53,12 +53,12 @@ class HistoryLoad:
     """A load of the histories of a model.
 
     Args:
-        model: Whose.
-        stored: What the checkpoint has, by key.
+        model: The model.
+        stored: Tensors of the checkpoint, by key.
 
     Attributes:
-        tensors: Targets by key, of which the checkpoint has tensors of the same shape. Where it has
-            another number of steps, they are memory of this object.
+        tensors: Targets by key, for which the checkpoint has tensors of the same shape. If the
+            number of steps differs from the model's, the targets are buffers of this object.
         ranks_of: Keys that not all ranks have -> the ranks that have them.
     """
 
@@ -79,7 +79,7 @@ class HistoryLoad:
         }
 
     def commit(self, sources: Collection[str]) -> None:
-        """Begin from what was read, and anew where something was not; local.
+        """Load the histories that were read, and start those anew that were not; local.
 
         Args:
             sources: Keys that were read.
@@ -98,12 +98,12 @@ class HistoryLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A quantized weight with histories, and how these are stored.
+    """A quantized weight with histories, and how they are stored.
 
     Attributes:
         form: The keys and ranks of the weight.
         group: Its parameter group.
-        parameter: The weight there.
+        parameter: The weight in that group.
         state: The histories.
     """
 
@@ -113,10 +113,10 @@ class _Weight:
     state: DelayedState
 
     def stored(self, histories: Histories) -> dict[str, Stored]:
-        """Return histories by key, which alias these; equal on all ranks in number and length."""
+        """Return views of histories by key; keys and lengths are equal on all ranks."""
         kinds = dict(zip(_KINDS, histories, strict=True))
         if len(self.parameter.shape) == 3:
-            # Inputs of stacks are not quantized.
+            # The inputs of a stack of experts are not quantized.
             kinds = {"weight": kinds["weight"]}
         else:
             kinds["weight"] = kinds["weight"][0]

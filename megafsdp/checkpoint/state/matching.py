@@ -1,8 +1,8 @@
 """Match the keys that a load requests with the keys of a checkpoint, strictly both ways by default.
 
 A requested key must be stored, with equal shape and dtype, and a stored key of the requested
-sections must be used; :class:`Rules` says what may differ. All that differs is listed in one error.
-Nothing is read or written here.
+sections must be used; :class:`Rules` says what may differ. One error lists all differences. Nothing
+is read or written here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rules:
         ignore: Patterns of keys that are left alone on both sides.
         allow_missing: Patterns of requested keys that the checkpoint need not have.
         whole_of: Key of a part of a fused tensor -> key of the whole, which patterns match too.
-        hint: What an error advises; None names the arguments of ``load``.
+        hint: Advice in the error; None names the arguments of ``load``.
     """
 
     strict: str
@@ -76,7 +76,7 @@ class Match:
     Attributes:
         sources: Requested key -> stored key to read, tied names resolved.
         skipped: Requested keys whose targets stay as they are.
-        unused: Stored keys of the requested sections that nothing asked for.
+        unused: Stored keys of the requested sections that were not requested.
     """
 
     sources: dict[str, str]
@@ -88,7 +88,7 @@ def as_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return patterns as a tuple.
 
     Raises:
-        ValueError: A single string was given, whose characters would all be patterns.
+        ValueError: A single string was given; each of its characters would be a pattern.
     """
     if isinstance(patterns, str):
         raise ValueError(
@@ -120,7 +120,7 @@ def match(
         objects: Requested non-tensor keys.
         sections: Sections whose stored keys must all be used.
         elsewhere: Names of parameters whose stored keys other ranks use.
-        rules: How strictly.
+        rules: How strictly to match.
         where: The checkpoint, for messages.
 
     Raises:

@@ -1,9 +1,9 @@
-"""What each rank wrote, merged into the manifest of a save.
+"""Merge what each rank wrote into the manifest of a save.
 
 A rank describes what it wrote as :class:`Written`: chunks with their places, and a :class:`Table`
 of the keys that not all ranks have, such as a single expert's. The other keys are the same on all
-ranks, which a checksum proves. Rank 0 compares the ranks, unites the tables and puts the chunks of
-every tensor together in :func:`describe`.
+ranks; a checksum proves it. In :func:`describe`, rank 0 compares the checksums, unites the tables
+and collects the chunks of every tensor.
 
 All of it is local; the exchange is in checkpoint/save.py.
 """
@@ -49,10 +49,11 @@ class Written:
     """What one rank wrote, for rank 0.
 
     Attributes:
-        table_crc32: Checksum of the names, shapes and dtypes that are alike on all ranks.
-        table: What this rank has and not all ranks have.
+        table_crc32: Checksum of the names, shapes and dtypes that must be alike on all ranks.
+        table: The keys of this rank that not all ranks have.
         chunks: Key and chunk of each tensor region.
-        copies: Likewise of regions that ranks of another mesh have written, summed up alone.
+        copies: Key and chunk of each region that ranks of another mesh write; this rank has only
+            computed its checksum.
         objects: Records of non-tensor objects by key.
         files: Size in bytes of each file.
     """
@@ -76,7 +77,7 @@ def checksum_of_common(state: CanonicalState) -> int:
 
 
 def table_of(state: CanonicalState, keys: Collection[str] | None = None) -> Table:
-    """List what this rank stores, or what of it has some keys; local."""
+    """List the tensors that this rank stores, all of them or those with given keys; local."""
     chosen = state.tensors if keys is None else keys
     entries = {
         key: TensorEntry(
@@ -114,9 +115,9 @@ def library_versions() -> dict[str, str]:
 def model_degrees(model: nn.Module) -> dict[str, int]:
     """Return the number of ranks on each model axis of a model's parameters, by name; local.
 
-    With equal degrees and as many ranks, each rank has the part in training that it had: data axes
-    come first in a mesh, and rank r reads the same samples however they divide parameters. An axis
-    of one rank says nothing and is left out.
+    If the degrees and the number of ranks are equal, each rank plays the same role in training:
+    data axes come first in a mesh, and rank r reads the same samples however the data axes divide
+    parameters. An axis of one rank is left out, as it does not matter.
     """
     degrees: dict[str, int] = {}
     for parameter in model.parameters():
@@ -127,7 +128,7 @@ def model_degrees(model: nn.Module) -> dict[str, int]:
             num_data_axes = mesh.ndim - parameter.uneven_layout.num_model_axes
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         for name, size in list(zip(names, mesh.shape, strict=True))[num_data_axes:]:
-            # Axes of other engines' DTensors are known by name alone.
+            # In DTensors of other engines, data axes are recognized by name only.
             if size > 1 and name not in (DP_OUTER, DP_SHARD):
                 degrees[name] = size
     return degrees
@@ -138,8 +139,8 @@ def common_facts(step: int, world_size: int, degrees: Mapping[str, int]) -> dict
 
     Args:
         step: Training step.
-        world_size: Number of ranks whose random states it has.
-        degrees: Of the model, as :func:`model_degrees` returns them.
+        world_size: Number of ranks whose random states are stored.
+        degrees: Degrees of the model, as :func:`model_degrees` returns them.
     """
     return {
         "step": step,
@@ -150,7 +151,7 @@ def common_facts(step: int, world_size: int, degrees: Mapping[str, int]) -> dict
 
 
 def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest:
-    """Merge what the ranks wrote into the manifest; rank 0 alone.
+    """Merge what the ranks wrote into the manifest; rank 0 only.
 
     Args:
         step: Training step.
@@ -158,8 +159,8 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
         parts: What each rank wrote, in rank order.
 
     Raises:
-        CheckpointError: The ranks have different models, or the chunks do not fill a tensor,
-            or ranks hold other values of it.
+        CheckpointError: The ranks have different models, or the chunks do not fill a tensor, or
+            copies of a tensor differ.
     """
     odd = [rank for rank, part in enumerate(parts) if part.table_crc32 != parts[0].table_crc32]
     if odd:
@@ -197,14 +198,14 @@ def describe(step: int, state: CanonicalState, parts: list[Written]) -> Manifest
 
 
 def _unite(own: Table, others: Iterable[Table]) -> Table:
-    """Return what all ranks have together.
+    """Return the union of the tables of all ranks.
 
     Args:
-        own: All that rank 0 has.
-        others: What each rank has and not all ranks have.
+        own: The full table of rank 0.
+        others: For each rank, the table of the keys that not all ranks have.
 
     Raises:
-        CheckpointError: Two ranks mean different tensors by one name.
+        CheckpointError: Two ranks have different tensors under one name.
     """
     united = Table(dict(own.tensors), dict(own.aliases), dict(own.fused_into))
     for table in others:

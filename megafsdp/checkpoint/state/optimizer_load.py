@@ -1,10 +1,10 @@
 """Plan how stored optimizer states and parameter groups go into an optimizer, then put them there.
 
 State tensors are created from what the checkpoint says, never by running an optimizer step: a state
-of the parameter's shape is ``zeros_like`` the parameter (hence sharded as it is), anything else a
-plain tensor where torch's optimizers keep it. The parts of a fused parameter go into one state. A
-parameter without stored state never got a gradient and has none after the load either. How the
-optimizer runs (foreach, fused, capturable) stays as constructed.
+of the parameter's shape is ``zeros_like`` the parameter (hence sharded as it is), any other state
+is a plain tensor on the device where torch's optimizers keep it. The parts of a fused parameter go
+into one state. A parameter without stored state never got a gradient, and has no state after the
+load either. How the optimizer runs (foreach, fused, capturable) stays as constructed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.checkpoint.state.matching import Rules
 from megafsdp.errors import MAX_NAMED, CheckpointError, expected
 
-# Where they are 0-d, scalars even beside a 0-d parameter; torch keeps the first two on the CPU.
+# If 0-d, these are scalars even for a 0-d parameter; torch keeps the first two on the CPU.
 _CPU_SCALARS = frozenset({"step", "mu_product"})
 _SCALARS = _CPU_SCALARS | {"eta", "mu"}
-# Options that only some forms of Adam have, with what the others do.
+# Options that only some variants of Adam have, with the behavior of the variants without them.
 _NEUTRAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
-# Some optimizers' class, not their group, says which decay they mean.
+# In some optimizers the class, not the group, decides how weight decay works.
 _OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
 
 
@@ -53,7 +53,7 @@ class OptimizerLoad:
         objects: Keys of stored non-tensor states.
         state: The new ``optimizer.state`` of each parameter: state name -> keys, one for each part.
         left_alone: Names of states that are not stored and that the caller chose to keep.
-        groups: Each parameter group with the stored hyperparameters it takes.
+        groups: Each parameter group with the stored hyperparameters for it.
         whole_of: Key of a part -> key of the whole state.
         ranks_of: Keys that only some ranks load -> these ranks.
     """
@@ -125,7 +125,7 @@ def plan_optimizer_load(
     for group_names, group in named_groups(optimizer, names):
         for name, parameter in zip(group_names, group["params"], strict=True):
             form = stored_form(name, parameter).as_in(stored)
-            # Another optimizer's stay unused, which a strict load refuses.
+            # States of another kind of optimizer stay unused; a strict load refuses that.
             known = _known_names(optimizer, parameter)
             found = (s for part in form.parts for s in stored.get(part, {}))
             state_names = dict.fromkeys(s for s in found if known is None or s in known)
@@ -160,7 +160,7 @@ def _known_names(
 
 
 def _is_left_alone(state_name: str, form: StoredForm, is_ignored: Callable[[str], bool]) -> bool:
-    """Return whether a state is ignored by its parameter's name or by those of all parts."""
+    """Return whether a state is ignored under its parameter's name or the names of all parts."""
     keys = [f"optimizer.state.{part}.{state_name}" for part in form.parts]
     return is_ignored(f"optimizer.state.{form.name}.{state_name}") or all(map(is_ignored, keys))
 
@@ -174,7 +174,7 @@ def _planned_state(
     form: StoredForm,
     manifest: Manifest,
 ) -> torch.Tensor:
-    """Return the tensor that a state is read into, in all its parts."""
+    """Return the tensor that all parts of a state are read into."""
     keys = load.state[parameter][state_name]
     shapes = [
         (manifest.tensors[key].shape, manifest.tensors.get(f"model.{part}", piece).shape)
@@ -183,7 +183,7 @@ def _planned_state(
     ]
     entry = next(manifest.tensors[key] for key in keys if key in manifest.tensors)
     is_scalar = state_name in _SCALARS and not entry.shape
-    # With some optimizers a state beside a fused parameter has by chance the shape of one part.
+    # All parts must match: a state of another form may by chance have the shape of one part.
     is_like_parameter = not is_scalar and bool(shapes) and all(own == part for own, part in shapes)
     current = load.optimizer.state.get(parameter, {}).get(state_name)
     state = _state_tensor(
@@ -195,7 +195,7 @@ def _planned_state(
         existing=current,
     )
     if len(keys) > 1 and isinstance(current, torch.Tensor) and state is not current:
-        # A part that is not loaded keeps its values, in the form that the others come in.
+        # A part that is not loaded keeps its values, in the form in which the others are stored.
         own = states_of(load.optimizer, parameter)[state_name]
         if own.shape == state.shape:
             state.copy_(own)
@@ -209,17 +209,17 @@ def require_equal_copies(
     reader: RecordReader,
     rules: Rules,
 ) -> None:
-    """Check that scalars which are stored with each part of a parameter are equal.
+    """Check that a scalar stored with each part of a parameter is equal in all parts.
 
     Args:
         load: The plan.
         sources: Stored key of each key that is loaded.
         manifest: What is stored.
-        reader: Reads it.
-        rules: What an error says can be done.
+        reader: Reader of the checkpoint.
+        rules: Give the hint of an error.
 
     Raises:
-        CheckpointError: Parts differ in their count of steps, of which the parameter has one.
+        CheckpointError: Parts differ, e.g. in their count of steps; the parameter has only one.
     """
     for keys in (keys for states in load.state.values() for keys in states.values()):
         copies = [sources[key] for key in keys if key in sources and key in load.tensors]
@@ -253,8 +253,8 @@ def plan_param_groups(
         load: Receives the pairs.
         names: Canonical names of the model's parameters.
         stored_groups: Names and hyperparameters of the stored groups, in any order.
-        rules: Whether to raise where something does not fit, or to keep the optimizer's own values.
-        warn: Called with what stays as it is.
+        rules: Whether to raise if something does not fit, or to keep the optimizer's own values.
+        warn: Called with a message about values that are kept.
 
     Raises:
         CheckpointError: Groups or hyperparameters differ.
@@ -273,7 +273,7 @@ def plan_param_groups(
             raise CheckpointError(message)
         warn(message)
 
-    # Groups without parameters have the same names: they are taken in their order.
+    # Groups without parameters have equal (no) names: they are paired in order.
     stored_by_names: dict[frozenset[str], deque[dict]] = defaultdict(deque)
     for group in stored_groups:
         stored_by_names[frozenset(group[MEMBER_NAMES])].append(group)
@@ -299,7 +299,7 @@ def plan_param_groups(
 def _hyperparameters(
     optimizer: torch.optim.Optimizer, group: dict, stored: dict
 ) -> tuple[dict[str, object], list[tuple[str, str]]]:
-    """Return what a group takes from a stored one; and what does not fit: expected, found."""
+    """Return the hyperparameters to take from a stored group, and the misfits: expected, found."""
     kind = type(optimizer).__name__
     left = {MEMBER_NAMES} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(optimizer)
     taken = {k: v for k, v in stored.items() if k not in left}
@@ -316,13 +316,13 @@ def _hyperparameters(
 
 
 def _settled_by_class(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the options that an optimizer shows or ignores, but no group can choose."""
+    """Return the options that appear in an optimizer's groups but have no effect there."""
     has_choice = not isinstance(optimizer, torch.optim.AdamW)
     return frozenset(n for n in _OF_THE_CLASS if not (has_choice and n in optimizer.defaults))
 
 
 def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
-    """Say how a group differs from the stored group that it has most in common with."""
+    """Describe how a group differs from the stored group that shares the most names with it."""
     own = set(group_names)
     nearest = max(
         (set(g[MEMBER_NAMES]) for g in stored_groups), key=lambda s: len(s & own), default=set()
@@ -348,7 +348,7 @@ def _state_tensor(
     if isinstance(existing, torch.Tensor) and (existing.shape, existing.dtype) == (shape, dtype):
         return existing
     is_on_cpu = state_name in _CPU_SCALARS and not (group.get("capturable") or group.get("fused"))
-    # No step outside of inference mode could write to a state that was made in it.
+    # A state made in inference mode could not be written to by a step outside of it.
     with torch.inference_mode(False), torch.no_grad():
         if is_like_parameter:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -356,7 +356,7 @@ def _state_tensor(
 
 
 def _set_hyperparameter(group: dict, name: str, value: object) -> None:
-    """Set a value in the form the group has: a tensor learning rate stays the same tensor."""
+    """Set a value in the form that the group uses: a tensor learning rate stays that tensor."""
     current = group.get(name)
     if isinstance(current, torch.Tensor):
         current.fill_(float(value))  # type: ignore[arg-type]
