@@ -1,7 +1,7 @@
-"""Local paths and URLs of stores by one name, and the questions that both answer differently.
+"""Local paths and URLs of stores under one type, and operations that differ between the two.
 
-A text with ``://`` is a URL, anything else a path. ``file://`` is a path too. Paths stay pathlib's,
-so that what is done with local files is the same with and without stores.
+A string with ``://`` is a URL, except ``file://``; anything else is a path. Paths are plain pathlib
+paths, so that code for local files is the same with and without stores.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from megafsdp.checkpoint.storage.store_path import StorePath
 from megafsdp.errors import CheckpointError
 
 Location = Path | StorePath
-# One of the two, where a function returns the kind that it got.
+# One of the two, for functions that return the kind that they got.
 L = TypeVar("L", bound=Location)
 
 _LOCAL_SCHEMES = ("file", "local")
-# What pathlib leaves of the URLs of common stores.
+# First component of a pathlib path that was made from the URL of a store.
 _BROKEN_SCHEMES = frozenset({"s3:", "s3a:", "gs:", "gcs:", "az:", "abfs:", "abfss:", "memory:"})
 
 
 def location_of(directory: str | os.PathLike[str]) -> Location:
-    """Return the place that a caller names; nothing is opened.
+    """Return the location that a caller names; nothing is opened.
 
     Args:
         directory: A local path, or the URL of a folder in a store, such as ``s3://bucket/run``.
 
     Raises:
-        CheckpointError: A URL has become a path of pathlib, which joins its slashes.
+        CheckpointError: A URL was passed as a pathlib path, which merges its slashes.
     """
     if isinstance(directory, StorePath):
         return directory
@@ -53,12 +53,12 @@ def location_of(directory: str | os.PathLike[str]) -> Location:
 
 
 def joined(folder: L, name: str) -> L:
-    """Return what has a name in a folder, of the folder's kind."""
+    """Return the location of a name in a folder; it has the folder's type."""
     return folder / name  # type: ignore[return-value]
 
 
 def local_path(directory: str | os.PathLike[str], *, purpose: str) -> Path:
-    """Return a place that must be on the machine itself.
+    """Return a location that must be a local path.
 
     Args:
         directory: A local path.
@@ -94,7 +94,7 @@ def size_of(file: Location) -> int | None:
 
 
 def is_folder(location: Location) -> bool:
-    """Return whether a place is a folder; in a store, whether any object is below it.
+    """Return whether a location is a folder; in a store, whether any object is below it.
 
     Raises:
         CheckpointError: The store does not answer.

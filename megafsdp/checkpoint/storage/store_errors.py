@@ -1,6 +1,6 @@
-"""Errors of stores as ours: what failed, at which URL, and what to do about it.
+"""Convert errors of stores to ours: what failed, at which URL, and what to do about it.
 
-Drivers let errors of their libraries through, which have no common class and seldom name the place.
+Drivers pass on errors of their libraries, which have no common class and seldom name the URL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from megafsdp.errors import CheckpointError
 
-# What a store does that gives an object's bytes.
+# The verb for a read, in the messages below.
 READ = "can be read"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -21,9 +21,9 @@ def store_errors(url: str, verb: str, *, is_missing_wrong: bool = False) -> Iter
     """Raise a store's errors as ours.
 
     Args:
-        url: What was asked for.
-        verb: What it should have done, such as ``"can be read"``.
-        is_missing_wrong: Whether a missing object or bucket is such an error too.
+        url: What was accessed.
+        verb: What the store should have done, such as ``"can be read"``.
+        is_missing_wrong: Whether a FileNotFoundError is converted too.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def as_checkpoint_error(error: Exception, url: str, verb: str) -> CheckpointErro
 
     Args:
         error: What was raised.
-        url: What was asked for.
+        url: What was accessed.
         verb: What the store should have done, such as ``"can be read"``.
     """
     number = error.errno if isinstance(error, OSError) else None

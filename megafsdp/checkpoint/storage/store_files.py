@@ -1,7 +1,7 @@
 """Objects of stores as files: read by ranges, written part by part.
 
-Neither needs memory for a whole object. An object in the making appears when it is closed, and its
-size is asked for then.
+Neither needs memory for a whole object. A written object appears when it is closed; its size in the
+store is then checked.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from megafsdp.checkpoint.storage.store_errors import READ, store_errors
 from megafsdp.errors import CheckpointError
 
-# Parts of an upload: S3 takes 10,000 a file, so files may have 640 GB.
+# Size of a part of an upload: S3 takes 10,000 parts per file, so files may have 640 GB.
 _PART_NBYTES = 1 << 26
-# What a write adds to the buffered part at most.
+# The most that one write adds to the buffered part.
 _WRITE_NBYTES = 1 << 23
-# One request of a read, of which several run at a time.
+# Size of one read request; several run at a time.
 _RANGE_NBYTES = 1 << 23
-# Fewer bytes cost a request about as much time as these.
+# The least that a request reads: fewer bytes take about as long.
 _LEAST_NBYTES = 1 << 22
 
 
 class StoreInput(io.RawIOBase):
-    """An object that is read by ranges; what was fetched last is kept, so small reads are few.
+    """An object that is read by ranges; the last block is kept, so small reads are few requests.
 
     Args:
         url: Its URL, for errors.
@@ -59,13 +59,13 @@ class StoreInput(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move the position; asks nothing of the store."""
+        """Move the position; no request to the store."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
         self._position = origin + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the object has bytes, and return how many these are."""
+        """Fill a buffer as far as the object has bytes, and return their number."""
         target = memoryview(buffer).cast("B")
         data = self.read(target.nbytes)
         target[: len(data)] = data
@@ -81,7 +81,7 @@ class StoreInput(io.RawIOBase):
         count = left if nbytes is None or nbytes < 0 else min(nbytes, left)
         start = self._position - self._block_offset
         if not 0 <= start <= start + count <= len(self._block):
-            # A long read is returned as it is; of a short one the rest serves the next.
+            # A long read is returned directly; a short one fetches a block for the next reads.
             if count > _RANGE_NBYTES:
                 self._position += count
                 return self._fetch(self._position - count, count)
@@ -108,7 +108,7 @@ class StoreInput(io.RawIOBase):
 
 
 class StoreOutput(io.RawIOBase):
-    """An object in the making: it appears when it is closed, or never.
+    """An object that is being written: it appears when it is closed, or never.
 
     Args:
         url: Its URL, for errors.
@@ -129,14 +129,14 @@ class StoreOutput(io.RawIOBase):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete the object, or give it up after an error."""
+        """Complete the object, or discard it after an error."""
         if kind is None:
             self.close()
         else:
             self.discard()
 
     def __del__(self) -> None:
-        # That of the base class would complete the object.
+        # The base class's __del__ would complete the object.
         self.discard()
 
     def writable(self) -> bool:
@@ -144,14 +144,14 @@ class StoreOutput(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write bytes, and return how many they are.
+        """Write bytes, and return their number.
 
         Raises:
             CheckpointError: The store does not take them.
         """
         flat = memoryview(data).cast("B")
         with self._errors():
-            # The driver copies what it gets to the part that it sends next, hence in pieces.
+            # In pieces, as the driver copies each into the buffer of the part to be sent next.
             for start in range(0, flat.nbytes, _WRITE_NBYTES):
                 self._stream.write(flat[start : start + _WRITE_NBYTES])
         self._nbytes += flat.nbytes
@@ -171,14 +171,14 @@ class StoreOutput(io.RawIOBase):
         require_nbytes(self._url, self._fs, self._path, self._nbytes)
 
     def discard(self) -> None:
-        """Give the object up, and the parts of it that the store has; never fails."""
+        """Discard the object and the parts of it that the store has; never fails."""
         if not self.closed:
             super().close()
             self._give_up()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        # An archive that is written to this file adds its end even after an error.
+        # An archive that is written to this file writes its end even after an error.
         if self._error is not None:
             raise self._error
         try:
@@ -196,7 +196,7 @@ class StoreOutput(io.RawIOBase):
         # Whatever a driver raises here, the error before it is the one to report.
         with contextlib.suppress(Exception):
             stream.discard()
-        # Otherwise the end of its life would complete the object with what is there.
+        # Otherwise its destructor would complete the object with what it has so far.
         with contextlib.suppress(Exception):
             stream.closed = True
 
@@ -213,7 +213,7 @@ def object_nbytes(url: str, fs: Any, path: str) -> int | None:
         CheckpointError: The store does not answer.
     """
     with store_errors(url, "answers"):
-        # Whatever a listing has said before.
+        # Do not rely on earlier listings.
         fs.invalidate_cache()
         try:
             facts = fs.info(path)
@@ -223,7 +223,7 @@ def object_nbytes(url: str, fs: Any, path: str) -> int | None:
 
 
 def require_nbytes(url: str, fs: Any, path: str, nbytes: int) -> None:
-    """Check that a store has what it said it took; a reader would find less much later.
+    """Check that a store has all bytes that it accepted; else a reader would notice much later.
 
     Args:
         url: The object's URL, for errors.
@@ -232,7 +232,7 @@ def require_nbytes(url: str, fs: Any, path: str, nbytes: int) -> None:
         nbytes: The size it was written with.
 
     Raises:
-        CheckpointError: It has not, or does not answer.
+        CheckpointError: It does not have them, or does not answer.
     """
     found = object_nbytes(url, fs, path)
     if found != nbytes:

@@ -1,11 +1,11 @@
-"""One object or folder of a store, by fsspec: the verbs of pathlib that checkpoints need.
+"""One object or folder of a store, through fsspec: the pathlib methods that checkpoints need.
 
 A store has no folders, no renames and no appending: an object appears when it is complete, and
-replaces what had its name. A *folder* is a common beginning of names. Listings are asked for anew
-each time; nothing but cleaning up relies on them.
+replaces the object of the same name. A *folder* is a common prefix of names. Listings are fetched
+anew each time; only cleaning up relies on them.
 
-How objects are read and written in pieces is in store_files.py, what errors become in
-store_errors.py. Which drivers there are, and where their credentials come from, fsspec decides.
+store_files.py reads and writes objects in pieces, store_errors.py converts errors. fsspec decides
+which drivers there are and where their credentials come from.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StorePath(os.PathLike[str]):
         return StorePath(f"{self.url}/{name}")
 
     def __reduce__(self) -> tuple[type[StorePath], tuple[str]]:
-        # A driver has connections, which stay in their process.
+        # Without the driver: its connections belong to this process.
         return StorePath, (self.url,)
 
     @property
@@ -67,11 +67,11 @@ class StorePath(os.PathLike[str]):
 
     @property
     def parent(self) -> StorePath:
-        """Return the folder in which it is."""
+        """Return the folder that contains it."""
         return StorePath(self.url.rpartition("/")[0])
 
     def absolute(self) -> StorePath:
-        """Return itself: a URL depends on no working directory."""
+        """Return itself: a URL does not depend on the working directory."""
         return self
 
     def is_file(self) -> bool:
@@ -106,7 +106,7 @@ class StorePath(os.PathLike[str]):
         names: dict[bool, set[str]] = {True: set(), False: set()}
         for entry in entries:
             full_name = entry["name"].rstrip("/")
-            # Some stores list a folder in itself.
+            # Some stores list a folder as an entry of itself.
             if full_name != path.rstrip("/"):
                 names[entry["type"] == "file"].add(full_name.rpartition("/")[2])
         return sorted(names[True]), sorted(names[False])
@@ -146,7 +146,7 @@ class StorePath(os.PathLike[str]):
 
         Args:
             mode: ``"rb"``, to read ranges, or ``"wb"``, to write part by part.
-            buffering: Without effect: requests are as large as fits a store.
+            buffering: Has no effect; the size of requests is chosen for stores.
 
         Raises:
             CheckpointError: The store does not answer.
@@ -158,7 +158,7 @@ class StorePath(os.PathLike[str]):
         return StoreOutput(self.url, fs, path)  # type: ignore[return-value]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects of a folder; those that are not there are no error.
+        """Remove objects of a folder; missing ones are no error.
 
         Raises:
             CheckpointError: The store does not remove them.
@@ -188,7 +188,7 @@ class StorePath(os.PathLike[str]):
 
 
 def _driver_of(url: str) -> tuple[Any, str]:
-    # Its drivers are of stores alone, which few programs use.
+    # Imported here, as few programs use a store.
     import fsspec.core
 
     try:
