@@ -1,6 +1,6 @@
-"""Tools on files alone: readers and writers, verify, diff, and other libraries' formats.
+"""Tools that need only the files: readers and writers, verify, diff, and other libraries' formats.
 
-None of them needs a model, a device or other ranks. The command line over them is in training/cli.
+None of them needs a model, a device or other ranks. Their command line is in training/cli.
 
 Read first: reader.py.
 """

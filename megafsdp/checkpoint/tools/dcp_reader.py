@@ -1,8 +1,8 @@
-"""Read any directory that torch DCP wrote, tensor by tensor, in one process, running no code of it.
+"""Read any directory that torch DCP wrote, tensor by tensor, in one process, without running code.
 
-``.metadata`` and the records of non-tensors are pickles of any program; both are read as data by
-tools/safe_pickle.py. Tensors load with ``weights_only=True``. What the keys mean is not decided
-here: for those of Megatron-LM, see checkpoint/megatron.
+``.metadata`` and the records of non-tensors are pickles of any program; tools/safe_pickle.py reads
+both as data. Tensors load with ``weights_only=True``. The meaning of the keys is not decided here:
+for Megatron-LM's, see checkpoint/megatron.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megafsdp.checkpoint.tools.safe_pickle import Foreign, read_pickle, read_rec
 from megafsdp.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# Arguments of the classes that ``write_dcp_metadata`` has called rather than filled.
+# Arguments of the classes whose pickled form is a call with arguments, not a set of attributes.
 _FIELDS = {
     f"{_METADATA}.MetadataIndex": ("fqn", "offset"),
     f"{_METADATA}.ChunkStorageMetadata": ("offsets", "sizes"),
@@ -55,7 +55,7 @@ class DCPDirectory(ChunkReader):
         path = found / DCP_METADATA_FILE
         try:
             self._describe(read_metadata(path))
-        # The facts may be of any shape: another program wrote them.
+        # Another program wrote the metadata: it may have any structure.
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise _untrusted(path, "torch DCP's metadata", error) from error
         self._require_files()
@@ -73,7 +73,7 @@ class DCPDirectory(ChunkReader):
         return self.join_chunks(key)
 
     def value(self, key: str) -> Any:
-        """Read what is no tensor: plain values, with ``Foreign`` for what is none.
+        """Read a non-tensor: plain values, with ``Foreign`` in place of any other object.
 
         Raises:
             CheckpointError: The record is damaged.
@@ -95,7 +95,7 @@ class DCPDirectory(ChunkReader):
             raise _untrusted(where, f"a record of '{key}'", error) from error
 
     def _describe(self, facts: dict[str, Any]) -> None:
-        """Take the entries out of the facts of torch's metadata object."""
+        """Fill the entries from the attributes of torch's metadata object."""
         places = {key: _record(place) for key, place in places_of(facts).items()}
         for key, described in facts["state_dict_metadata"].items():
             if described.name == f"{_METADATA}.BytesStorageMetadata":
@@ -136,13 +136,13 @@ def read_metadata(path: Location) -> dict[str, Any]:
         The attributes of torch's ``Metadata``; objects among their values are ``Foreign``.
 
     Raises:
-        ValueError: It is no pickle, or one of something else.
+        ValueError: It is no pickle, or a pickle of something else.
     """
     return _attributes(read_pickle(path.read_bytes()), "Metadata")
 
 
 def places_of(facts: dict[str, Any]) -> dict[tuple[str, tuple[int, ...] | None], object]:
-    """Return where each record lies, by its key and, for a chunk, the offsets of its region."""
+    """Return the place of each record, by its key and, for a chunk, the offsets of its region."""
     places = {}
     for index, place in facts["storage_data"].items():
         at = _attributes(index, "MetadataIndex")
@@ -160,7 +160,7 @@ def _attributes(value: Any, name: str) -> dict[str, Any]:
 
 
 def _set_or_given(value: Foreign) -> dict[str, Any] | None:
-    """Return the attributes of an object, be they set, as torch does, or given to its class."""
+    """Return the attributes of an object, set as torch does or passed to its class."""
     attributes = value.attributes()
     if attributes is None and value.arguments and value.name in _FIELDS:
         return dict(zip(_FIELDS[value.name], value.arguments, strict=False))
@@ -176,7 +176,7 @@ def _record(place: object) -> Record:
     file, offset, nbytes = (attributes[k] for k in ("relative_path", "offset", "length"))
     if not (isinstance(file, str) and isinstance(offset, int) and isinstance(nbytes, int)):
         raise ValueError("a record without a place")
-    # torch DCP keeps no checksums.
+    # torch DCP stores no checksums.
     return Record(file, offset, nbytes, 0)
 
 

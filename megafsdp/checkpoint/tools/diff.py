@@ -1,9 +1,9 @@
 """Compare two checkpoints: names, shapes, dtypes, values and objects, one tensor at a time.
 
 By default values are compared bit by bit, so that NaNs of equal bits are equal and 0.0 differs from
--0.0; with a tolerance they are compared as ``torch.isclose`` does, NaNs being equal. How tensors
-are cut into chunks and files makes no difference, nor whether a fused parameter is stored whole or
-in parts.
+-0.0; with a tolerance they are compared as ``torch.isclose`` does, NaNs being equal. It does not
+matter how tensors are cut into chunks and files, or whether a fused parameter is stored whole or in
+parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.report import Report
 
-# Temporary memory of a comparison: a few arrays of as many elements.
+# Elements compared at a time; a comparison needs a few arrays of this size.
 _PIECE_NUMEL = 1 << 20
 
 
@@ -33,10 +33,10 @@ class TensorDifference:
         key: Its key.
         shapes: Its shape in A and in B.
         dtypes: Its dtype in A and in B.
-        num_different: Number of elements that differ; 0 if the dtypes alone do, None if the shapes
-            do.
+        num_different: Number of elements that differ; 0 if only the dtypes differ, None if the
+            shapes do.
         numel: Number of elements.
-        max_abs_difference: The largest one; NaN if one side alone is NaN somewhere.
+        max_abs_difference: The largest difference; NaN if only one side is NaN somewhere.
         first_index: Index of the first element that differs.
         first_values: That element in A and in B.
     """
@@ -69,13 +69,13 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport(Report):
-    """Everything in which two checkpoints differ.
+    """All differences between two checkpoints.
 
     Attributes:
         left: Directory of A.
         right: Directory of B.
-        only_left: Keys that A alone has.
-        only_right: Keys that B alone has.
+        only_left: Keys that only A has.
+        only_right: Keys that only B has.
         tensors: Tensors of both that differ.
         objects: Objects of both that differ: key -> where and how.
         num_equal: Number of tensors and objects that are equal.
@@ -95,11 +95,11 @@ class DiffReport(Report):
         return not (self.only_left or self.only_right or self.tensors or self.objects)
 
     def verdict(self) -> dict[str, bool]:
-        """Return what JSON says beside the fields."""
+        """Return the entries of the JSON report beside the fields."""
         return {"is_equal": self.is_equal}
 
     def lines(self) -> list[str]:
-        """Return one line for each difference, and a last one that sums up."""
+        """Return one line for each difference, and a summary as the last line."""
         lines = [f"only in A: {key}" for key in self.only_left]
         lines += [f"only in B: {key}" for key in self.only_right]
         lines += [tensor.describe() for tensor in self.tensors]
@@ -122,9 +122,9 @@ def diff(
     """Compare two checkpoints; local, with one tensor of each in memory at a time.
 
     Args:
-        left: A: a save root, of which the latest step is taken, or one checkpoint's own directory.
+        left: A: a save root (its latest step is taken), or one checkpoint's own directory.
         right: B, likewise.
-        rtol: Relative tolerance, of B's elements.
+        rtol: Tolerance relative to B's elements.
         atol: Absolute tolerance; with both 0 the comparison is bitwise.
         ignore: Patterns (``fnmatch``) of keys to leave out, such as ``"rng.*"``.
         show_progress: Draw a progress bar, if standard error is a terminal.
@@ -161,7 +161,7 @@ def _aliases(side: CheckpointReader, other: CheckpointReader) -> dict[str, str]:
 
 
 def _names(side: CheckpointReader, other: CheckpointReader, ignore: Sequence[str]) -> list[str]:
-    # Where one side has parts and the other has not, both are comparable as wholes only.
+    # If only one side has parts, the two can only be compared as wholes.
     keys = side.keys() if side.fused == other.fused else side.whole_keys()
     names = dict.fromkeys([*keys, *_aliases(side, other), *side.manifest.objects])
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in ignore)]
@@ -175,7 +175,7 @@ def _nbytes(reader: CheckpointReader, key: str) -> int:
 def _difference(
     a: CheckpointReader, b: CheckpointReader, key: str, *, rtol: float, atol: float
 ) -> TensorDifference | str | None:
-    """Return how one tensor or object differs; None if it does not."""
+    """Return the difference of one tensor or object; None if there is none."""
     are_objects = [key in side.manifest.objects for side in (a, b)]
     if are_objects == [True, True]:
         return _object_difference(a.object(key), b.object(key), key)
@@ -184,7 +184,7 @@ def _difference(
         return f"{kinds[0]} in A and {kinds[1]} in B"
     tied_to = _aliases(a, b).get(key)
     if tied_to is not None and tied_to == _aliases(b, a).get(key):
-        # Its target is compared.
+        # The tensor that it is tied to is compared.
         return None
     if a.shape(key) != b.shape(key):
         dtypes = dtype_name(a.dtype(key)), dtype_name(b.dtype(key))
@@ -199,9 +199,9 @@ def compare(
 
     Args:
         key: Their name.
-        a: One.
-        b: The other; elements of another dtype are compared by value.
-        rtol: Relative tolerance, of B's elements.
+        a: The tensor of A.
+        b: The tensor of B; if its dtype differs, elements are compared by value.
+        rtol: Tolerance relative to B's elements.
         atol: Absolute tolerance; with both 0, equal dtypes are compared bit by bit.
     """
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)

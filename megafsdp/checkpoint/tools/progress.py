@@ -12,7 +12,7 @@ def bytes_bar(description: str, total_nbytes: int, *, is_wanted: bool) -> tqdm:
 
     Args:
         description: One word before the bar.
-        total_nbytes: What is to be done.
+        total_nbytes: Bytes to be done in all.
         is_wanted: False draws none; True draws one on a terminal only.
     """
     return tqdm(

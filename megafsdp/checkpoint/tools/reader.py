@@ -1,9 +1,9 @@
 """Read a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
 
-The tools and the converters read through this file. :class:`ChunkReader` joins the stored chunks of
-any directory of records to tensors. :class:`CheckpointReader` reads our manifest, verifies every
-record first, and joins the parts of a fused parameter to one tensor under its whole name. One
-tensor is in memory at a time, beside the chunk being read.
+The tools and the converters read through this file. :class:`ChunkReader` joins the stored chunks in
+any directory of records into tensors. :class:`CheckpointReader` reads our manifest, verifies each
+record before reading it, and joins the parts of a fused parameter into one tensor under its whole
+name. One tensor is in memory at a time, beside the chunk being read.
 
 Loading into a model is in checkpoint/load.py, writing in tools/writer.py.
 """
@@ -30,7 +30,7 @@ class ChunkReader(RecordReader):
 
     Args:
         directory: Where the files are.
-        entries: What is stored, by key; may be filled later.
+        entries: Stored tensors by key; may be filled later.
     """
 
     def __init__(self, directory: Location, entries: Mapping[str, TensorEntry]) -> None:
@@ -49,7 +49,7 @@ class ChunkReader(RecordReader):
 
         Raises:
             CheckpointError: There is no such tensor, its chunks do not fill it once, or a record is
-                damaged or has another tensor than its entry says.
+                damaged or does not match its entry.
         """
         entry = self._entry(key)
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
@@ -73,7 +73,7 @@ class ChunkReader(RecordReader):
             yield chunk, piece
 
     def join_chunks(self, key: str, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a stored tensor, into memory of the caller's if that is given.
+        """Read a stored tensor, into the caller's memory if given.
 
         Raises:
             CheckpointError: As :meth:`chunks` does.
@@ -82,7 +82,7 @@ class ChunkReader(RecordReader):
         everything = whole(entry.shape)
         if target is None:
             if [chunk.region for chunk in entry.chunks] == [everything]:
-                # What was written whole needs no second copy.
+                # A single chunk is the tensor; it needs no second copy.
                 ((_, tensor),) = self.chunks(key)
                 return tensor
             target = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
@@ -110,7 +110,7 @@ class CheckpointReader(ChunkReader):
         step: The step; None means the latest published one.
 
     Raises:
-        CheckpointError: There is none, or it is incomplete.
+        CheckpointError: There is no such checkpoint, or it is incomplete.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
@@ -128,12 +128,12 @@ class CheckpointReader(ChunkReader):
     def whole_keys(self) -> list[str]:
         """List the keys of the tensors with each fused parameter once, under its whole name.
 
-        A whole key stands where the first of its parts does.
+        A whole key has the position of its first part.
         """
         return list(dict.fromkeys(self._whole_by_part.get(key, key) for key in self.keys()))
 
     def whole_aliases(self) -> dict[str, str]:
-        """Return the tied names as names of whole tensors: name -> key in :meth:`whole_keys`."""
+        """Return the tied names of whole tensors: name -> key in :meth:`whole_keys`."""
         wholes = self._whole_by_part
         return {
             wholes.get(alias, alias): wholes.get(key, key)
@@ -164,8 +164,8 @@ class CheckpointReader(ChunkReader):
             key: One of :meth:`keys` or :meth:`whole_keys`, or a tied name.
 
         Returns:
-            The tensor; the parts of a fused one are joined. Of parts that are scalars, such as an
-            optimizer's step, the first is returned, which is every part's.
+            The tensor; the parts of a fused tensor are joined. If the parts are scalars, such as an
+            optimizer's step, they must be equal, and one is returned.
 
         Raises:
             CheckpointError: There is no such tensor, a record is damaged, the chunks do not fill
@@ -179,7 +179,7 @@ class CheckpointReader(ChunkReader):
         return tensor
 
     def read_into(self, tensor: torch.Tensor, key: str) -> None:
-        """Read a whole tensor into memory of the caller's.
+        """Read a whole tensor into the caller's memory.
 
         Args:
             tensor: A CPU tensor of the shape and dtype of ``key``; may be mapped from a file.
@@ -202,7 +202,7 @@ class CheckpointReader(ChunkReader):
                 self.join_chunks(part, tensor.narrow(dim, start, extent))
                 start += extent
                 continue
-            # The rows of one part are as many regions of the whole as it has groups.
+            # The rows of one part form one region of the whole in each group.
             size = extent // num_groups
             groups = tensor.unflatten(dim, (num_groups, -1)).narrow(dim + 1, start, size)
             groups.copy_(self.join_chunks(part).unflatten(dim, (num_groups, size)))
@@ -225,7 +225,7 @@ class CheckpointReader(ChunkReader):
         return self.read_tensor(record)
 
     def _resolve(self, key: str) -> tuple[list[str], int, int]:
-        """Return the stored keys that make a tensor, the dim they lie along, and their groups."""
+        """Return the stored keys that make a tensor, the dim that joins them, and num_groups."""
         aliases = self.manifest.aliases
         stored = aliases.get(key, key)
         fused = self.fused.get(stored)

@@ -13,8 +13,8 @@ class Problem:
     """One fault of a checkpoint.
 
     Attributes:
-        file: Name of the file inside the checkpoint; empty where none is to blame.
-        key: Key of the tensor or object; empty where the fault is the file's.
+        file: Name of the file inside the checkpoint; empty if no file is at fault.
+        key: Key of the tensor or object; empty if the whole file is at fault.
         problem: What is wrong.
     """
 
@@ -29,14 +29,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Report(ABC):
-    """What a tool found in files; a subclass has the facts as fields."""
+    """The findings of a tool; a subclass has the facts as fields."""
 
     @abstractmethod
     def lines(self) -> list[str]:
         """Return the report line by line."""
 
     def verdict(self) -> dict[str, bool]:
-        """Return what JSON says beside the fields."""
+        """Return the entries of the JSON report beside the fields."""
         return {}
 
     def describe(self) -> str:
@@ -44,12 +44,12 @@ class Report(ABC):
         return "\n".join(self.lines())
 
     def to_json(self) -> str:
-        """Return the report as one JSON object; what JSON has no number for is a string."""
+        """Return the report as one JSON object; numbers that JSON lacks become strings."""
         return json.dumps(_for_json(asdict(self) | self.verdict()), indent=2)
 
 
 def _for_json(value: object) -> object:
-    """Replace the numbers that JSON lacks by their names."""
+    """Replace the numbers that JSON lacks by strings."""
     if isinstance(value, dict):
         return {key: _for_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
 """Read pickles as data: nothing that they name is imported, called or given attributes.
 
-Checkpoints of other programs have pickles whose classes need not exist here, and a pickle may name
-any function to be called while it is read. Here every name becomes a stand-in made for this one
-read, which notes what it would have been called with. Plain values come back as they are, tensors
-and numpy arrays are built from their bytes afterwards, and everything else is a ``Foreign`` to look
-at. Our own records need none of this: they load with ``weights_only=True``.
+Pickles of other programs may name classes that do not exist here, and functions to be called while
+they are read. Here every name becomes a stand-in, made for one read, which records the arguments of
+the call. Plain values come back as they are, tensors and numpy arrays are built from their bytes
+afterwards, and everything else becomes a ``Foreign``, which can be inspected. Our own records do
+not need this: they load with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 _PLAIN_BUILTINS = {cls.__name__: cls for cls in (set, frozenset, complex)}
 _NUMBER_KINDS = frozenset("biuf")
-# Asking torch's storage classes for their dtype warns that they will go.
+# A table, as torch's storage classes warn of their deprecation when asked for their dtype.
 _DTYPE_BY_STORAGE = {
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -36,18 +36,18 @@ _DTYPE_BY_STORAGE = {
     "DoubleStorage": torch.float64,
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
-    # The dtype then stands beside it.
+    # Then the dtype is stored beside the storage.
     "UntypedStorage": torch.uint8,
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Foreign:
-    """Something in a pickle that is no plain value.
+    """An object in a pickle that is not a plain value.
 
     Attributes:
         name: Dotted name of the class or function that the pickle calls.
-        arguments: What it would have been called with.
+        arguments: The arguments of that call.
         state: Its attributes or other state; None if there are none.
         is_called: False for a class or function that is only mentioned.
     """
@@ -58,14 +58,14 @@ class Foreign:
     is_called: bool
 
     def attributes(self) -> dict[str, object] | None:
-        """Return the attributes of an object that keeps them in a dict, as most do."""
+        """Return the attributes of an object whose state is a dict, as most have; else None."""
         state = self.state
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):
             state = state[0] | (state[1] if isinstance(state[1], dict) else {})
         return state if isinstance(state, dict) else None
 
     def describe(self) -> str:
-        """Return a text that says what it is."""
+        """Return the object as text."""
         if not self.is_called:
             return f"<{self.name}>"
         attributes = self.attributes() or {}
@@ -80,7 +80,7 @@ def read_pickle(data: bytes) -> object:
         data: The pickle.
 
     Returns:
-        Plain values, with ``Foreign`` for what is none.
+        Plain values, with ``Foreign`` in place of any other object.
 
     Raises:
         ValueError: It is no pickle, or refers to data outside itself.
@@ -95,7 +95,7 @@ def read_record(data: bytes) -> object:
         data: All bytes of the file.
 
     Returns:
-        Plain values and CPU tensors, with ``Foreign`` for what is neither.
+        Plain values and CPU tensors, with ``Foreign`` in place of any other object.
 
     Raises:
         ValueError: It is damaged, or in another format.
@@ -111,7 +111,7 @@ def read_record(data: bytes) -> object:
 
 
 class _StandIn:
-    """Takes the place of everything that a pickle calls; subclassed for each name of each read."""
+    """Replaces whatever a pickle calls; subclassed for each name in each read."""
 
     name = ""
     arguments: tuple = ()
@@ -126,7 +126,7 @@ class _StandIn:
         pass
 
     def __call__(self, *arguments: object) -> _StandIn:
-        # What a call returned, such as a bound method, may be called in turn.
+        # The result of a call, such as a bound method, may be called in turn.
         return _named("a result")(self, *arguments)
 
     def __setstate__(self, state: object) -> None:
@@ -155,7 +155,7 @@ class _Unpickler(pickle.Unpickler):
         self._stand_ins: dict[str, type] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
-        # Old protocols spell the modules of Python 2.
+        # Old protocols use the module names of Python 2.
         module_name = "builtins" if module_name == "__builtin__" else module_name
         if module_name == "builtins" and global_name in _PLAIN_BUILTINS:
             return _PLAIN_BUILTINS[global_name]
@@ -206,13 +206,13 @@ def _read(data: bytes, storages: _Storages | None) -> object:
         return _resolve(_Unpickler(data, storages).load())
     except RecursionError as error:
         raise ValueError("a structure that contains itself") from error
-    # A damaged or hostile pickle can fail in any way; that it does is one kind of event here.
+    # A damaged or hostile pickle can raise anything.
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _resolve(value: Any) -> Any:
-    """Turn stand-ins into what they stand for, outside of the reach of the pickle."""
+    """Turn stand-ins into values, after unpickling, where the pickle can no longer interfere."""
     if isinstance(value, _StandIn):
         make = _MAKERS.get(value.name)
         if make is not None:
@@ -272,7 +272,7 @@ def _encoded(made: _StandIn) -> bytes:
 
 
 def _ordered(made: _StandIn) -> dict:
-    # The pickle gives the items either to the call, as one list of pairs, or one by one.
+    # The pickle passes the items either to the call, as one list of pairs, or one by one.
     pairs = made.arguments
     if len(pairs) == 1 and isinstance(pairs[0], list):
         pairs = tuple(pairs[0])

@@ -1,7 +1,7 @@
-"""Store whole tensors as another checkpoint stores those of the same names: in parts, or whole.
+"""Store whole tensors as another checkpoint stores those of the same names: in parts or whole.
 
-A file of whole tensors does not say which of them are fused. Another checkpoint of the same model
-does, and its manifest alone is read. ``save`` splits by the model itself, in state/fused.py.
+A file of whole tensors does not say which of them are fused. The manifest of another checkpoint of
+the same model does, and only that is read. ``save`` splits by the model itself, in state/fused.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATE_PREFIX = "optimizer.state."
 
 
 class FusedLike:
-    """How the tensors of a model are stored: in parts where another checkpoint does so, or whole.
+    """How the tensors of a model are stored: in parts if another checkpoint does so, else whole.
 
     Args:
         like: The other checkpoint's directory; None stores everything whole.
@@ -34,7 +34,7 @@ class FusedLike:
         self._fused = {k.removeprefix("model."): v for k, v in fused.items() if _is_model(k)}
 
     def names(self, key: str) -> list[str]:
-        """Return the keys under which a tensor or object of a key is stored."""
+        """Return the keys under which the tensor or object of a key is stored."""
         name, rename = _parameter(key)
         if name not in self._fused:
             return [key]
@@ -48,12 +48,12 @@ class FusedLike:
         Args:
             writer: The checkpoint in the making.
             key: The key of the whole.
-            tensor: Its values. Another shape than the parameter's, such as a count of steps, is
-                stored with each part.
-            tied_to: Key of the tensor of which this is a further name.
+            tensor: Its values. A tensor that has not the parameter's shape, such as a count of
+                steps, is stored with each part.
+            tied_to: Key of the tensor of which this is a further name; None if it is no alias.
 
         Raises:
-            CheckpointError: A parameter has another shape than its parts.
+            CheckpointError: The shape of a parameter does not fit its parts.
         """
         name, _ = _parameter(key)
         if name not in self._fused:
@@ -104,7 +104,7 @@ def _is_model(key: str) -> bool:
 
 
 def _parameter(key: str) -> tuple[str | None, Callable[[str], str]]:
-    """Return the parameter that a key is about, and how to name another one's likewise."""
+    """Return the parameter of a key, and a function from a name to its key of the same kind."""
     if _is_model(key):
         return key.removeprefix("model."), lambda name: f"model.{name}"
     if key.startswith(STATE_PREFIX):

@@ -25,8 +25,8 @@ class TensorSummary:
         dtype: Name of the dtype.
         num_chunks: Number of stored pieces.
         nbytes: Size of its elements.
-        parts: Names of the logical tensors fused in it, where it is stored whole.
-        part_of: Key of the fused tensor of which it is a part; empty if of none.
+        parts: Names of the logical tensors fused in it, if it is stored whole.
+        part_of: Key of the fused tensor of which it is a part; empty if there is none.
     """
 
     name: str
@@ -73,11 +73,11 @@ class CheckpointSummary(Report):
         step: Training step.
         world_size: Number of ranks that saved it.
         versions: Library versions by name.
-        nbytes: Bytes on disk, the manifest aside.
-        num_files: Number of files, the manifest aside.
-        sections: Counts and sizes of each section, all keys counted.
-        tensors: The tensors that were asked for.
-        objects: The non-tensor values that were asked for, with their size on disk.
+        nbytes: Bytes on disk without the manifest.
+        num_files: Number of files without the manifest.
+        sections: Counts and sizes of each section, over all keys.
+        tensors: The requested tensors.
+        objects: The requested non-tensor values, with their size on disk.
         aliases: Further names of tied tensors.
         fused_into: Fused tensors that are stored in parts: key of the whole -> keys of the parts.
     """
@@ -125,10 +125,10 @@ def inspect(
         directory: The save root, or one checkpoint's own directory.
         step: The step; None means the latest published one.
         keys: Patterns (``fnmatch``) of the keys to list, such as ``"model.*.bias"``; a fused tensor
-            is found by its own key and by those of its parts. Without any, all are listed.
+            is found by its own key and by those of its parts. Empty lists all keys.
 
     Raises:
-        CheckpointError: There is none, or it is incomplete.
+        CheckpointError: There is no such checkpoint, or it is incomplete.
     """
     path = on_disk.find(directory, step)
     manifest = read_manifest(path)

@@ -5,8 +5,8 @@ tensors, fused parameters joined. ``model`` is what ``nn.Module.load_state_dict`
 ``optimizer`` what ``torch.optim.Optimizer.load_state_dict`` and torch's
 ``set_optimizer_state_dict`` take; the other sections stand beside them under their own keys.
 
-Both ways go tensor by tensor: a file is mapped rather than read, and tensors on their way into one
-lie in scratch files beside it, because ``torch.save`` takes all of them at once.
+Both directions go tensor by tensor: a file is mapped rather than read, and tensors to be written
+are first put into scratch files beside the target, because ``torch.save`` takes all at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def to_torch(
 ) -> Path:
     """Write a checkpoint as one ``torch.save`` file; local.
 
-    Memory is that of one tensor; the disk needs room for twice the tensors.
+    It needs memory for one tensor, and disk space for twice the tensors.
 
     Args:
         source: The save root, or one checkpoint's own directory.
-        destination: The file; it is replaced in one step if it is there.
+        destination: The file; an existing one is replaced in one step.
         step: The step; None means the latest published one.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
@@ -71,16 +71,16 @@ def to_torch(
                 reader.read_into(mapped, key)
                 by_key[key] = mapped
                 bar.update(mapped.nbytes)
-        # A tied tensor is one tensor of two names, which torch.save stores once.
+        # A tied tensor is one tensor with two names; torch.save stores it once.
         by_key.update((alias, by_key[key]) for alias, key in reader.whole_aliases().items())
         by_key.update(_objects(reader))
         scratch_file = Path(scratch, "whole")
         try:
             torch.save(_nested(by_key), scratch_file)
         except (OSError, RuntimeError) as error:
-            # torch's writer has an error of its own for a full disk.
+            # torch's writer raises RuntimeError if the disk is full.
             raise _cannot_write(scratch_file, total_nbytes, error) from error
-        # Durable before it takes the file's name: a crash leaves the old file or the new one.
+        # Synced before the rename: a crash leaves the old file or the new one.
         save_root.sync_file(scratch_file)
         scratch_file.replace(file)
         save_root.sync_directory(file.parent)
@@ -88,7 +88,7 @@ def to_torch(
 
 
 def _require_folder(file: Path) -> None:
-    """Make the folder of a file that is to be written."""
+    """Make the folder of a file that will be written."""
     if file.is_dir():
         raise CheckpointError.expected(
             "a file to write",
@@ -108,7 +108,7 @@ def _require_folder(file: Path) -> None:
 
 
 def _objects(reader: CheckpointReader) -> dict[str, object]:
-    """Read the objects; those that each part of a fused parameter has, once for the whole."""
+    """Read the objects; those stored with each part of a fused parameter get the whole's name."""
     names = {
         part.removeprefix("model."): key.removeprefix("model.")
         for key, fused in reader.fused.items()
@@ -126,12 +126,12 @@ def _objects(reader: CheckpointReader) -> dict[str, object]:
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor whose memory is a file's, so that the system can write it out and drop it."""
+    """Return a tensor in the memory of a file, whose pages the system can write out and drop."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     try:
-        # Pages of a file with holes need room when they are touched; without it the process dies.
+        # Reserve the space: touching a page of a sparse file on a full disk kills the process.
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
@@ -154,7 +154,7 @@ def _nested(by_key: dict[str, object]) -> dict[str, object]:
 
 
 def _with_params(groups: object) -> list[dict]:
-    """Name the parameters of each group as torch does."""
+    """List the parameters of each group under torch's key."""
     assert isinstance(groups, list), "save() stores a list of groups"
     return [
         {"params": group[MEMBER_NAMES]} | {k: v for k, v in group.items() if k != MEMBER_NAMES}
@@ -172,30 +172,30 @@ def from_torch(
 ) -> Location:
     """Write the state dict in a ``torch.save`` file as a checkpoint; local.
 
-    The file is mapped and written tensor by tensor. A dict of tensors alone is taken as a model's.
+    The file is mapped and written tensor by tensor. A dict of only tensors is taken as a model's.
 
     Args:
         source: The file, as :func:`to_torch` or a user of plain torch wrote it. Optimizer states
             must be by name, as ``get_optimizer_state_dict`` returns them.
         destination: The save root.
         step: The training step; None means the one in the file, or 0.
-        fused_like: A checkpoint whose fused parameters are stored in parts; those of the same names
-            are split alike. Without it every parameter is stored whole.
+        fused_like: A checkpoint with fused parameters stored in parts; parameters of the same names
+            are split in the same way. None stores every parameter whole.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
         The published directory.
 
     Raises:
-        CheckpointError: The file is no such state dict, its shapes are not those of the parts, or
-            the step is published already, or lower than the latest one.
+        CheckpointError: The file is no such state dict, its shapes do not fit the parts, or the
+            step is published already or lower than the latest one.
     """
     entries = read_torch_file(local_path(source, purpose="a torch.save file"))
     like = FusedLike(None if fused_like is None else save_root.find(fused_like, None))
     tensors = {
         key: value
         for key, value in entries.items()
-        # Extra state is an object even if it is a tensor.
+        # Extra state is stored as an object even if it is a tensor.
         if isinstance(value, torch.Tensor) and not key.endswith(f".{EXTRA_STATE}")
     }
     objects = {key: v for key, v in entries.items() if key not in tensors}
@@ -204,7 +204,7 @@ def from_torch(
     if step is None:
         step = common["step"] if isinstance(common.get("step"), int) else 0
     save_root.require_ahead(destination, step)
-    # Random states of another form are stored, but no rank could continue with them.
+    # Random states in another form are stored, but no rank could continue with them.
     num_states = sum(section_of(key) == "rng" for key in objects)
     num_ranks = num_states if all(f"rng.{rank}" in objects for rank in range(num_states)) else 0
     total_nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -214,7 +214,7 @@ def from_torch(
     ):
         first_names: dict[tuple, str] = {}
         for key, tensor in tensors.items():
-            # Tensors of a model in the same memory are one tensor of two names.
+            # Tensors of a model that share memory are one tensor with two names.
             place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             is_tied = section_of(key) == "model" and tensor.numel() > 0 and place in first_names
             like.add(writer, key, tensor, tied_to=first_names[place] if is_tied else None)
@@ -223,7 +223,7 @@ def from_torch(
         for key, value in objects.items():
             for part in like.names(key):
                 writer.add_object(part, value)
-        # The random states are those of ranks of these degrees.
+        # The random states belong to ranks of a run with these degrees.
         degrees = common["degrees"] if isinstance(common.get("degrees"), dict) else {}
         writer.add_object("common", common_facts(step, num_ranks, degrees))
         return writer.publish()
@@ -238,7 +238,7 @@ def read_torch_file(path: Path) -> dict[str, object]:
     try:
         tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        # A file that torch.save did not write raises anything.
+        # A file that torch.save did not write can raise anything.
         raise _refused(path, f"{type(error).__name__}: {str(error)[:200]}") from error
     if not isinstance(tree, Mapping) or not all(isinstance(key, str) for key in tree):
         raise _refused(path, f"a {type(tree).__name__}")
@@ -268,7 +268,7 @@ def _optimizer_entries(path: Path, optimizer: Mapping) -> Iterator[tuple[str, ob
     for index, group in enumerate(groups):
         if MEMBER_NAMES in group:
             raise CheckpointError(reserved_option(f"param_groups[{index}] of '{path}'"))
-        # torch numbers parameters, and lists their names beside if the optimizer has them.
+        # torch numbers parameters, and lists their names too if the optimizer has them.
         own = group.get("param_names", group["params"])
         names.update(zip(group["params"], own, strict=True))
     if not all(isinstance(name, str) for name in names.values()):

@@ -1,10 +1,9 @@
-"""Verify a checkpoint: everything that can be checked without a model, every fault listed.
+"""Verify a checkpoint: check all that can be checked without a model, and list every fault.
 
-Looked at are the manifest's own checksum, the files and their sizes, the checksum and the content
-of every record, that the records fill their files, that the chunks of every tensor cover each
-element once, that names which stand for tensors do so, and that ``.metadata`` says what the
-manifest says. Bytes are read once, in pieces; nothing is unpickled that could run code. Repairing
-is not attempted.
+It checks the manifest's own checksum, the files and their sizes, the checksum and the content of
+every record, that the records fill their files, that the chunks of every tensor cover each element
+once, that aliases and parts name stored tensors, and that ``.metadata`` agrees with the manifest.
+Bytes are read once, in pieces, and no pickle can run code. Nothing is repaired.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from megafsdp.checkpoint.tools.progress import bytes_bar
 from megafsdp.checkpoint.tools.report import Problem, Report
 from megafsdp.errors import CheckpointError
 
-# Of a tensor cut into many chunks, as many odd places are worth naming.
+# The most places that are reported for one tensor.
 _MAX_ODD_CELLS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Report):
-    """What was looked at, and every fault that was found.
+    """What was checked, and every fault that was found.
 
     Attributes:
         directory: The checkpoint.
@@ -65,11 +64,11 @@ class VerifyReport(Report):
         return not self.findings
 
     def verdict(self) -> dict[str, bool]:
-        """Return what JSON says beside the fields."""
+        """Return the entries of the JSON report beside the fields."""
         return {"is_sound": self.is_sound}
 
     def lines(self) -> list[str]:
-        """Return one line for each fault, and a last one that sums up."""
+        """Return one line for each fault, and a summary as the last line."""
         num_faults = len(self.findings)
         verdict = f"{num_faults} fault{'s' if num_faults > 1 else ''}" if num_faults else "sound"
         summary = (
@@ -98,7 +97,7 @@ def verify(
     except CheckpointError as error:
         return VerifyReport(str(path), 0, 0, 0, (Problem(MANIFEST_FILE, "", str(error)),))
     places = manifest.places([*manifest.tensors, *manifest.objects])
-    # A record that two entries name is read for both: each says something else about it.
+    # A record that two entries name is read for each, as each has its own description of it.
     nbytes = sum(record.nbytes for record, _ in places)
     findings = list(_odd_files(path, manifest))
     findings += _odd_layout(manifest, places)
@@ -106,7 +105,7 @@ def verify(
         findings += _odd_records(path, manifest, places, bar)
     findings += _odd_chunks(manifest)
     odd_names = [*_odd_names(manifest), *_odd_parts(manifest)]
-    # Names that stand for nothing have no words in .metadata to compare with.
+    # .metadata cannot be compared if names refer to missing tensors.
     findings += odd_names or _odd_metadata(path, manifest)
     return VerifyReport(str(path), len(manifest.tensors), len(places), nbytes, tuple(findings))
 
@@ -124,7 +123,7 @@ def _odd_files(path: Location, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _odd_layout(manifest: Manifest, places: list[tuple[Record, str]]) -> Iterator[Problem]:
-    """Find bytes of a file of records that belong to no record, or to two."""
+    """Find bytes in files of records that belong to no record, or to two."""
     ends = {record.file: 0 for record, _ in places}
     for record, key in places:
         end = ends[record.file]
@@ -165,7 +164,7 @@ def _fault_of_record(
     try:
         value = reader.read_description(record)
     except Exception as error:
-        # What torch raises on a stream that it did not write has no common type.
+        # torch can raise anything on a stream that it did not write.
         return f"not loadable: {type(error).__name__}: {error}"
     entry = manifest.tensors.get(key)
     if entry is None:
@@ -181,7 +180,7 @@ def _odd_chunks(manifest: Manifest) -> Iterator[Problem]:
     for key, entry in manifest.tensors.items():
         odd = odd_cells(entry.shape, [chunk.region for chunk in entry.chunks])
         for cell, count in odd[:_MAX_ODD_CELLS]:
-            # A cell lies wholly inside of the tensor, and of each chunk, or wholly outside.
+            # A cell lies wholly inside or wholly outside the tensor and each chunk.
             files = [c.record.file for c in entry.chunks if cell.intersect(c.region) is not None]
             is_inside = cell.intersect(whole(entry.shape)) is not None
             stored = "never" if not count else "once" if count == 1 else f"{count} times"
@@ -211,7 +210,7 @@ def _odd_names(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _odd_parts(manifest: Manifest) -> Iterator[Problem]:
-    """Find fused parameters whose parts are not stored, or could not be joined."""
+    """Find fused parameters whose parts are not stored or cannot be joined."""
     for key, fused in manifest.fused_into.items():
         parts = [manifest.aliases.get(part, part) for part in fused["parts"]]
         entries = [manifest.tensors[part] for part in parts if part in manifest.tensors]
@@ -231,7 +230,7 @@ def _odd_parts(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _odd_metadata(path: Location, manifest: Manifest) -> Iterator[Problem]:
-    """Compare ``.metadata`` with what the manifest would have written."""
+    """Compare ``.metadata`` with a new one that is derived from the manifest."""
     if not (path / DCP_METADATA_FILE).is_file():
         if DCP_METADATA_FILE not in manifest.files:
             yield Problem(DCP_METADATA_FILE, "", "missing")
@@ -241,7 +240,7 @@ def _odd_metadata(path: Location, manifest: Manifest) -> Iterator[Problem]:
     try:
         found = _metadata_facts(path / DCP_METADATA_FILE)
     except Exception as error:
-        # A damaged pickle raises anything.
+        # A damaged pickle can raise anything.
         yield Problem(DCP_METADATA_FILE, "", f"unreadable: {type(error).__name__}: {error}")
         return
     for what in wanted:
@@ -251,9 +250,9 @@ def _odd_metadata(path: Location, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _metadata_facts(path: Location) -> dict[str, dict[str, str]]:
-    """Return what a ``.metadata`` file says of each key, as texts to compare."""
+    """Return what a ``.metadata`` file says about each key, as strings to compare."""
     facts = read_metadata(path)
-    # An index has a hint too, where its chunk stands in a list, which is no part of it.
+    # By key and offsets: a MetadataIndex also has a hint, the chunk's index in a list.
     places: dict[str, dict] = {}
     for (key, offsets), place in places_of(facts).items():
         places.setdefault(key, {})[offsets] = place

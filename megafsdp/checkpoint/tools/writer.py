@@ -1,9 +1,8 @@
 """Write a checkpoint in one process, tensor by tensor, with neither a model nor a process group.
 
-Converters and imports write through this file. It leaves the files that ``save`` leaves: records in
-``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published at once. Each tensor is
-written when it is added, so its memory can be freed. The state of a model is saved by
-checkpoint/save.py.
+Converters and imports write through this file. It makes the same files as ``save``: records in
+``__0_0.distcp``, ``.metadata`` and ``manifest.json``, published atomically. Each tensor is written
+when it is added, so its memory can be freed. checkpoint/save.py saves the state of a model.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import FusedParts
 
-# A reader has a chunk in memory beside the tensor that it fills.
+# Kept small, as a reader has a chunk in memory beside the tensor that it fills.
 _CHUNK_NBYTES = 1 << 28
 
 
 class CheckpointWriter:
-    """A checkpoint in the making; leaving the context without :meth:`publish` discards it.
+    """A checkpoint being written; leaving the context without :meth:`publish` discards it.
 
     Keys are those of ``save``: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``,
-    ``optimizer.param_groups``, and so on. ``extra`` and ``common`` are made where none is added,
-    because ``load`` asks for them.
+    ``optimizer.param_groups``, and so on. If ``extra`` or ``common`` is not added, it is made here,
+    because ``load`` needs both.
 
     Args:
         directory: The save root, a path or the URL of a store.
-        step: The training step, which names the directory.
+        step: The training step; it names the directory.
         world_size: Number of ranks whose random states are added, as ``rng.<rank>``; with 0, a load
             leaves random states alone.
 
     Raises:
-        CheckpointError: The step is the published one already, or no step.
+        CheckpointError: The step is the published one already, or is not a whole number from 0.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class CheckpointWriter:
         Args:
             key: Its key, not used before.
             tensor: A plain tensor on any device.
-            chunk_rows: Number of rows a chunk; None makes chunks of at most 256 MiB.
-            fused: Logical tensors inside, where it is stored whole.
+            chunk_rows: Number of rows per chunk; None makes chunks of at most 256 MiB.
+            fused: Logical tensors inside, if a fused tensor is stored whole.
 
         Raises:
             CheckpointError: The key is taken.
@@ -125,7 +124,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: The key is taken, the value would not load with ``weights_only=True``,
-                or ``extra`` is no dict, as which ``load`` returns it.
+                or ``extra`` is not a dict, which ``load`` must return.
         """
         self._require_new(key)
         if key == "extra" and not isinstance(value, dict):
@@ -138,7 +137,7 @@ class CheckpointWriter:
         self._manifest.objects[key] = self._records.append_object(plain(key, value))
 
     def alias(self, key: str, target: str) -> None:
-        """Give a written tensor a further name, as a tied parameter has.
+        """Give a written tensor a further name, for a tied parameter.
 
         Raises:
             CheckpointError: The key is taken, or there is no such tensor.
@@ -148,13 +147,14 @@ class CheckpointWriter:
         self._manifest.aliases[key] = target
 
     def fuse(self, key: str, parts: Sequence[str], *, dim: int = 0, num_groups: int = 1) -> None:
-        """Say that written tensors are the parts of one fused parameter.
+        """Declare written tensors to be the parts of one fused parameter.
 
         Args:
             key: The key of the whole.
             parts: Keys of the parts, in their order along ``dim``.
             dim: The dimension along which they are joined.
-            num_groups: How often pieces of all parts follow each other in the whole.
+            num_groups: How many times the sequence of all parts repeats in the whole tensor, each
+                time with the next piece of each part.
 
         Raises:
             CheckpointError: The key is taken, or a part was not written.
@@ -165,7 +165,7 @@ class CheckpointWriter:
         self._manifest.fused_into[key] = joining(list(parts), dim, num_groups)
 
     def publish(self) -> Location:
-        """Make the files durable and the directory the checkpoint of its step, and the latest.
+        """Make the files durable and publish the directory as the latest checkpoint.
 
         Returns:
             The published directory.
