@@ -1,14 +1,15 @@
 """A model and its optimizer as one ``Stateful`` of ``torch.distributed.checkpoint``.
 
-For programs that keep torch's own saver, under torch's ``fully_shard``, under ours, or without:
+For programs that keep torch's own saver, with torch's ``fully_shard``, ours, or neither:
 
     dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
     dcp.load({"app": AppState(model, optimizer)}, checkpoint_id=folder)
 
-Names are torch's, as ``get_state_dict`` gives them. Two things that its planners cannot store are
-left out and logged: ``_extra_state``, bytes whose size differs between ranks, of modules such as
-TransformerEngine's; and optimizer states of parameters of which a rank has no elements, which one
-rank would ask for and no rank has saved. Our own checkpoints (save.py, load.py) have neither limit.
+Names are torch's, as ``get_state_dict`` gives them. Two things that torch's planners cannot store
+are left out and logged: the ``_extra_state`` of modules such as TransformerEngine's, whose bytes
+differ in size between ranks; and the optimizer states of a parameter on a rank that has no elements
+of it, which a load would ask for though no rank has saved them. Our own checkpoints (save.py,
+load.py) have neither limit.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class AppState(Stateful):
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is stored, which aliases the live tensors; collective, as torch's getter is.
+        """Return what is stored; it aliases the live tensors. Collective, as torch's getter is.
 
-        This makes the states that the optimizer lacks, all of a new one and those of parameters
-        without a gradient so far: torch's reader fills states in place, and asks for all of them.
+        Optimizer states that do not exist yet are made here (a new optimizer has none, and a
+        parameter without a gradient so far has none): torch's reader fills all states in place.
         """
         if self.optimizer is not None:
             _make_states(self.optimizer)
@@ -69,7 +70,7 @@ class AppState(Stateful):
         return {"model": model_state, "optimizer": optimizer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Write what was read to the model and the optimizer; names that are left out stay."""
+        """Write what was read to the model and the optimizer; entries that were left out stay."""
         set_state_dict(
             self.model,
             () if self.optimizer is None else (self.optimizer,),
@@ -83,7 +84,7 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
     try:
         make_states(optimizer)
     except NotImplementedError as error:
-        # Those of a new one torch makes, by a step over zeros.
+        # torch itself makes the states of a new optimizer, by a step with zero gradients.
         if optimizer.state:
             _LOGGER.warning("AppState has states of some parameters alone. %s", error)
 

@@ -2,13 +2,13 @@
 
 What runs where, on every rank::
 
-    caller's thread   raise the failure of the save before; list the state; 1 collective
+    caller's thread   raise the failure of the previous save; list the state; 1 collective
                       (the temporary directory); on CUDA, queue the copies; return
     save's thread     on the CPU, copy; write the rank's file; 2 collectives over a gloo group
                       of its own (gather on rank 0, announce the published directory)
 
-Optimizers' steps and loads wait until the copies are made, and for nothing else. What is written,
-and the order of publication, is in checkpoint/save.py; the thread in background/pending_save.py.
+Optimizer steps and loads wait until the copies are made, and for nothing else. What is written and
+the order of publication are in checkpoint/save.py; the thread is in background/pending_save.py.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ def async_save(
 ) -> PendingSave:
     """Begin to save a training state and return; collective over all ranks.
 
-    Training may go on at once: the next step of an optimizer, and loads, wait until weights and
-    states are copied to host memory (pinned where there is CUDA), which the next save uses again;
-    see :func:`release_staging_memory`. Before ``torch.distributed.checkpoint.load`` writes into
-    ``model.state_dict()``, as before edits in place, call :meth:`PendingSave.wait_staged`.
+    Training may go on at once: the next optimizer step and any load wait until weights and states
+    are copied to host memory (pinned where there is CUDA). The next save reuses that memory; see
+    :func:`release_staging_memory`. Call :meth:`PendingSave.wait_staged` before edits in place, and
+    before ``torch.distributed.checkpoint.load`` writes into ``model.state_dict()``.
 
-    One save is in flight at a time. The process does not end before the save has: a normal exit
+    One save is in flight at a time. The process does not end before the save does: a normal exit
     waits for it, and so does SIGTERM unless the program handles that itself. Do not destroy the
     process groups before :meth:`PendingSave.result` has returned.
 
     Args:
-        directory: As for :func:`megafsdp.checkpoint.save`, like all that follow.
+        directory: As for :func:`megafsdp.checkpoint.save`, as are all arguments up to
+            ``keep_every``.
         step: Training step.
         model: The model.
         optimizer: Its optimizer.
@@ -81,8 +82,8 @@ def async_save(
         CheckpointError: The step is published already, a save is in flight (``"raise"``), or an
             earlier background save has failed; raised on all ranks.
         TypeError: Several optimizers are given.
-        ValueError: An argument is out of range, where rank 0's is too. What other ranks alone have
-            wrong is raised by ``result()``.
+        ValueError: An argument is out of range on rank 0 and on this rank. If it is out of range on
+            other ranks only, ``result()`` raises.
     """
     if when_busy not in ("wait", "raise"):
         raise ValueError(
@@ -116,10 +117,10 @@ def wait_for_saves() -> None:
 
 
 def _stage(begun: BegunSave) -> Staging:
-    """Put host copies in the place of what this rank writes.
+    """Replace the tensors that this rank writes by host copies.
 
-    A rank without memory for them goes on with its error: the others have begun to save already,
-    and its thread reports the error where all ranks gather.
+    A rank without memory for the copies keeps its error and goes on, as the others have begun to
+    save already; its thread reports the error where all ranks gather.
     """
     staging, error = attempt(lambda: Staging([own.data for own in begun.tensors], SAVES.slab))
     if staging is None:
@@ -132,6 +133,6 @@ def _stage(begun: BegunSave) -> Staging:
 
 
 def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception | None) -> Location:
-    """Write what was begun, unless this rank has no copies; collective, in the thread."""
+    """Write the begun save, or report this rank's error; collective, in the thread."""
     begun.error = begun.error or error
     return finish_save(begun, group)

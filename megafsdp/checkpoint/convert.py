@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another format and back: which converter goes from what to what.
+"""Convert a checkpoint to another format and back: the table of the converters.
 
 A checkpoint of megafsdp is one end of every conversion. The formats themselves are described in the
 files of their converters.
@@ -40,7 +40,7 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
         step: The step; None means the latest published one.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: It is no checkpoint.
     """
     path = location_of(source)
     if isinstance(path, Path) and path.is_file():
@@ -63,16 +63,16 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """Options that some conversions take; None or empty where they are not given.
+    """Options that some conversions take; None or empty if not given.
 
     Attributes:
         fused_like: A checkpoint of megafsdp that says which parameters of a torch file to split.
-        precision: What the Megatron-LM job will run in, for ``to_megatron``; bf16 by default.
-        transformer_impl: Its ``--transformer-impl``, for ``to_megatron``; transformer_engine by
-            default.
-        ignore: Patterns (``fnmatch``) of Megatron-LM's keys to leave out, for ``from_megatron``.
-        separate_experts: Keep the name of each expert, for a model with a module for each, instead
-            of one stack, for ``from_megatron``.
+        precision: For ``to_megatron``: the precision of the Megatron-LM job; bf16 by default.
+        transformer_impl: For ``to_megatron``: ``--transformer-impl`` of that job;
+            transformer_engine by default.
+        ignore: For ``from_megatron``: patterns (``fnmatch``) of Megatron-LM's keys to leave out.
+        separate_experts: For ``from_megatron``: store each expert under its own name, for a model
+            with a module per expert, instead of one stack.
     """
 
     fused_like: str | os.PathLike[str] | None = None
@@ -103,21 +103,21 @@ def convert(
     """Write a checkpoint in another format; local, tensor by tensor.
 
     Args:
-        source: What to convert; its format is seen from it. Checkpoints may be in a store, torch
+        source: What to convert; its format is detected. Checkpoints may be in a store, torch
             files may not.
-        destination: The file to write, or the save root to publish in; a store for checkpoints of
-            megafsdp alone.
+        destination: The file to write, or the save root to publish in; only checkpoints of megafsdp
+            may go to a store.
         to: The format to write.
         step: The step to read, or to write where the source has none; None means the latest.
-        options: What the conversion takes beside the source.
+        options: Options of this conversion.
         show_progress: Draw a progress bar, if standard error is a terminal.
 
     Returns:
         The file or the published directory.
 
     Raises:
-        CheckpointError: The source is no checkpoint, is damaged, or has the format already; or an
-            option is not this conversion's.
+        CheckpointError: The source is no checkpoint, is damaged, or has the format already; or
+            this conversion does not take an option.
     """
     given = options or ConvertOptions()
     pair = (format_of(source, step), to)

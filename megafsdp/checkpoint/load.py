@@ -2,16 +2,16 @@
 
 What every rank does::
 
-    _plan     read the manifest; check its share of the files; match names, shapes and dtypes;
-              intersect its regions with the stored chunks; verify its share of the records;
-              read the objects. Writes nothing.
-    agree     collective 1: the first error of any rank, or one checkpoint for all
+    _plan     read the manifest; check the rank's share of the files; match names, shapes and
+              dtypes; intersect the rank's regions with the stored chunks; verify its share of the
+              records; read the objects. Writes nothing.
+    agree     collective 1: raise the first error of any rank, or agree on one checkpoint
     _commit   copy the chunks into the tensors, then extra states, optimizer, random states,
               scheduler and loss scaler
     agree     collective 2: all ranks have finished
 
-So everything that can be wrong is found before any rank touches its model, and there are two small
-collectives whatever the number of tensors. Names are matched in state/matching.py, optimizer states
+So everything that can be wrong is found before any rank touches its model, with two small
+collectives however many tensors there are. Names are matched in state/matching.py, optimizer states
 in state/optimizer_load.py.
 """
 
@@ -79,12 +79,12 @@ _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
 
 class _Copy(NamedTuple):
-    """A stored chunk of which a part goes into one region of a target.
+    """A stored chunk that overlaps one region of a target.
 
     Attributes:
         chunk: The chunk.
-        key: The target.
-        region: The target's region that receives what it has of the chunk.
+        key: Key of the target.
+        region: The region of the target; it receives the overlap.
     """
 
     chunk: Chunk
@@ -94,19 +94,19 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Requests:
-    """What this rank asks a checkpoint for.
+    """What this rank requests from a checkpoint.
 
     Attributes:
         tensors: Targets by key.
         objects: Keys of non-tensor values.
         names: Canonical names of the model's parameters.
-        optimizer: Where optimizer states go; None if not asked for.
-        weights: Parameters, by key, of which the optimizer keeps a part: their tensor is a copy,
-            which the optimizer takes apart.
+        optimizer: Targets of the optimizer states; None if not requested.
+        weights: Parameters, by key, whose weight the optimizer holds in a form of its own: the
+            target is a canonical copy, which is given to the optimizer afterwards.
         ranks_of: Keys that only some ranks request -> these ranks.
         whole_of: Key of a part of a fused tensor -> key of the whole.
-        elsewhere: Names of parameters that other ranks have and this one has not.
-        histories: Those of delayed scaling; None without a model.
+        elsewhere: Names of parameters that only other ranks have.
+        histories: Targets of delayed scaling's histories; None without a model.
     """
 
     tensors: dict[str, Stored]
@@ -128,9 +128,9 @@ class _Plan:
         directory: The checkpoint.
         manifest: Its contents.
         requests: What to fill.
-        match: Which stored key goes where.
+        match: The stored key of each requested key.
         copies: Chunks to copy, in the order of the files.
-        degrees: Those of model parallelism, of the model that is filled.
+        degrees: Degrees of model parallelism of the model that is filled.
         objects: Non-tensor values that were read, by key.
     """
 
@@ -158,36 +158,36 @@ def load(
 ) -> dict[str, object]:
     """Load a checkpoint in place; collective over all ranks.
 
-    Any number of ranks, mesh and strategy may load what any other saved. Only what is passed is
-    loaded: ``model`` alone is a weights-only load and leaves optimizer and random states as they
-    are. With an ``optimizer`` the random states are restored too, if the number of ranks and the
-    degrees of model parallelism are the saved ones; otherwise each rank keeps its own, and the log
-    says so. Parameter objects stay the same, and compute weights are fresh when this returns. Waits
-    for a background save first.
+    The number of ranks, the mesh and the strategy may differ from the saved ones. Only what is
+    passed is loaded: ``model`` alone is a weights-only load and leaves optimizer and random states
+    as they are. With an ``optimizer`` the random states are restored too, if the number of ranks
+    and the degrees of model parallelism are the saved ones; otherwise each rank keeps its own, and
+    the log says so. Parameter objects stay the same, and compute weights are fresh when this
+    returns. A background save is waited for first.
 
     Args:
         directory: The save root, or one checkpoint's own directory; a path, or the URL of a store.
         model: Receives parameters, persistent buffers and extra states.
-        optimizer: Receives states and hyperparameters; needs ``model`` for the names. It must not
-            have taken a step, but may.
+        optimizer: Receives states and hyperparameters; needs ``model`` for the names. It need not
+            have taken a step.
         lr_scheduler: Receives its state dict.
         loss_scaler: Receives its state dict.
         step: The step to load; None means the latest published one.
         strict: ``"all"``: every requested key must be stored and every stored key of the requested
-            sections used, with equal shape and dtype. ``"model"``: so for the model; elsewhere what
-            fits is taken. ``"none"``: what fits is taken and dtypes are cast. Shapes must always
-            match.
+            sections used, with equal shape and dtype. ``"model"``: as ``"all"`` for the model;
+            elsewhere what fits is taken. ``"none"``: what fits is taken and dtypes are cast.
+            Shapes must always match.
         ignore: Patterns (``fnmatch``) of keys to leave alone on both sides, such as
             ``"lm_head.*"``; a fused parameter's name means all its parts.
         allow_missing: Patterns of requested keys that may keep their own values.
-        hint: What an error of keys that do not fit advises; None names the arguments.
+        hint: Advice in the error about keys that do not fit; None names the arguments.
 
     Returns:
         The ``extra`` that was saved.
 
     Raises:
-        CheckpointError: Nothing to load, damaged, or not of this model; raised on all ranks, before
-            any of them touched its model.
+        CheckpointError: There is no checkpoint, or it is damaged or of another model; raised on all
+            ranks, before any of them touched its model.
         TypeError: Several optimizers are given.
         ValueError: The arguments contradict each other.
     """
@@ -221,7 +221,7 @@ def load(
 
 
 def _name_of(plan: _Plan) -> str:
-    """Name a checkpoint apart from those of other steps and other saves of its step."""
+    """Name a checkpoint uniquely among other steps and other saves of the same step."""
     manifest = plan.manifest
     return f"step {manifest.step} in {plan.directory.name}, of checksum {manifest.checksum}"
 
@@ -237,7 +237,7 @@ def _plan(
     rank, world_size = rank_and_world_size()
     path = save_root.find(directory, step)
     manifest = read_manifest(path)
-    # Each rank looks at its share of the files; the agreement unites what they find.
+    # Each rank checks its share of the files; their errors meet in the agreement.
     require_files(manifest, path, sorted(manifest.files)[rank::world_size])
     if targets.model is not None:
         require_whole_order(targets.model, manifest, where=f"'{path}'")
@@ -256,7 +256,7 @@ def _plan(
     plan = _Plan(path, manifest, requests, matched, copies, degrees)
     _verify_and_read_objects(plan, rules)
     if GROUPS_KEY not in manifest.objects:
-        # Allowed by the rules: the optimizer's own states stay, instead of being lost.
+        # No groups are stored, and the rules allow it: keep the optimizer's own states.
         requests.optimizer = None
     elif requests.optimizer is not None and GROUPS_KEY in plan.objects:
         stored_groups = plan.objects[GROUPS_KEY]
@@ -268,13 +268,13 @@ def _plan(
 
 
 def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requests:
-    """List the targets under their keys; allocates optimizer states that are missing."""
+    """List the targets by key; allocates missing optimizer states."""
     state, names = CanonicalState(), {}
     objects = set(targets.stateful())
     if targets.model is not None:
         state = model_state(targets.model, manifest.stored())
         names = parameter_names(targets.model)
-        # Older checkpoints have the extra state of a module of two names under the first alone.
+        # Older checkpoints have the extra state of a module with two names only under the first.
         objects.update(key for key, _ in modules_with_extra_state(targets.model))
         objects.update(state.objects.keys() & manifest.objects.keys())
     requests = _Requests(
@@ -308,7 +308,7 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
     """Intersect this rank's regions with the stored chunks.
 
     Raises:
-        CheckpointError: The chunks leave a part of a region out.
+        CheckpointError: The chunks do not cover each region exactly once.
     """
     copies = []
     for key, source in matched.sources.items():
@@ -331,7 +331,7 @@ def _plan_copies(manifest: Manifest, matched: Match, tensors: dict[str, Stored])
 
 
 def _verify_and_read_objects(plan: _Plan, rules: Rules) -> None:
-    """Verify this rank's share of the records that any rank will read, and read the small ones."""
+    """Verify this rank's share of the tensor records to be read, and read the objects."""
     rank, world_size = rank_and_world_size()
     manifest, requests, sources = plan.manifest, plan.requests, plan.match.sources
     objects = {key: sources[key] for key in sorted(requests.objects) if key in sources}
@@ -340,8 +340,8 @@ def _verify_and_read_objects(plan: _Plan, rules: Rules) -> None:
         own_rng = f"rng.{rank}"
         objects[own_rng] = own_rng
         objects["common"] = "common"
-    # Only records of tensors are shared out: every rank reads, and thereby verifies, its objects
-    # itself. Ranks that request the same keys share them among themselves.
+    # Only the verification of tensors is shared out, among the ranks that request the same keys:
+    # every rank reads its objects itself, which verifies them.
     keys_by_ranks: dict[tuple[int, ...], set[str]] = {}
     for key, source in sources.items():
         if source in manifest.tensors:
@@ -390,7 +390,7 @@ def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
     if requests.optimizer is not None:
         requests.optimizer.commit(plan.objects, skipped=set(plan.match.skipped))
     if isinstance(optimizer, HasCanonicalState):
-        # By parameter: the parts of a fused one are several keys of one weight.
+        # By parameter: the parts of a fused parameter are several keys of one weight.
         loaded = {
             parameter: underlying(requests.tensors[key])
             for key, parameter in requests.weights.items()
@@ -402,7 +402,7 @@ def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _give_memory(plan: _Plan, model: nn.Module) -> None:
-    """Replace what is on the meta device and about to be loaded, in the model and in the plan."""
+    """Materialize the meta tensors that will be loaded, in the model and in the plan."""
     tensors = plan.requests.tensors
     loaded = {
         id(plan.requests.weights.get(key, underlying(tensor)))
@@ -422,28 +422,29 @@ def _give_memory(plan: _Plan, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _copy_tensors(plan: _Plan, model: nn.Module | None) -> None:
-    """Fill this rank's regions; collective where codes of weights under torch's FSDP2 are made."""
+    """Fill this rank's regions; collective if codes of weights under torch's FSDP2 are made."""
     _, error = attempt(lambda: _read_tensors(plan, model))
     if model is not None and quantized_parameters(model):
-        # The others would wait in the collective for a rank that could not read.
+        # Agree first: the other ranks would wait in the collective for a rank that failed to read.
         agree(True, error)
-        # Nothing else makes codes before the next forward.
+        # Otherwise no codes would be made before the next forward.
         requantize_(model)
     elif error is not None:
         raise error
 
 
 def _read_tensors(plan: _Plan, model: nn.Module | None) -> None:
-    """Read each record that meets this rank's regions once and copy its pieces; local."""
+    """Read each record that overlaps this rank's regions once, and copy the overlaps; local."""
     if model is not None:
         _give_memory(plan, model)
     _, error = attempt(lambda: _read_records(plan))
-    # Where another save has replaced the step since, its bytes may be read, or be no tensors.
+    # Checked before a read error is raised: if another save has replaced the step meanwhile, that
+    # save's bytes were read, perhaps without an error.
     require_same(plan.manifest, plan.directory)
     if error is not None:
         raise error
     if model is not None:
-        # The parameter has a compute weight to refresh, not the copy of it that was read into.
+        # It is the parameter that has a compute weight to refresh, not the copy that was filled.
         tensors = plan.requests.tensors
         parameters = {key: underlying(stored) for key, stored in tensors.items()}
         parameters.update(plan.requests.weights)
@@ -465,10 +466,10 @@ def _read_records(plan: _Plan) -> None:
 
 
 def _restore_rng(plan: _Plan) -> None:
-    """Restore this rank's random states, if they are of a rank with the same part in training."""
+    """Restore this rank's random states, if they were saved by a rank with the same role."""
     rank, world_size = rank_and_world_size()
     state, common = plan.objects.get(f"rng.{rank}"), plan.objects.get("common")
-    # Older checkpoints know no degrees: their models had no model axes.
+    # Older checkpoints store no degrees: their models had no model axes.
     stored = common.get("degrees", {}) if isinstance(common, dict) else {}
     if isinstance(state, dict) and plan.degrees == stored:
         restore_rng_state(state)

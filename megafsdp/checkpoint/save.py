@@ -9,15 +9,15 @@ A save has two halves, so that a background thread can do the second one::
                                rename the directory; move the         broadcast the final path
                                tracker; remove old steps
 
-These three small collectives are all, whatever the number of tensors: what a rank writes is
-arithmetic. Under delayed scaling the all-reduce of maxima, which the next forward would begin with,
-comes first, so that histories are stored as they are then. No file is visible under its final name
+These three small collectives suffice for any number of tensors: each rank computes locally what it
+writes. Under delayed scaling an all-reduce of maxima precedes them. The next forward would begin
+with it, so the histories are stored as they would be then. No file is visible under its final name
 before all files are on the disk. An error of any rank is raised on all, and then nothing is
 published.
 
-How a model becomes tensors by key is in state/canonical.py, the format of the files in
-format/manifest.py and format/records.py, the order of steps on a disk in format/save_root.py and
-in an object store, which has no renames, in format/store_root.py.
+state/canonical.py turns a model into tensors by key. The file formats are in format/manifest.py and
+format/records.py, the order of operations on a disk in format/save_root.py, and in an object store,
+which has no renames, in format/store_root.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HasState(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict, /) -> object:
-        """Take the state over."""
+        """Load the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class TrainingState:
     extra: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what would fail later without a cure."""
+        """Refuse arguments that would fail later with a message that does not help."""
         if isinstance(self.optimizer, list | tuple):
             raise TypeError(
                 expected(
@@ -123,12 +123,12 @@ class TrainingState:
             )
 
     def stateful(self) -> dict[str, HasState]:
-        """Return the objects with a state dict by the section in which it is stored."""
+        """Return the objects with a state dict, by the section that stores it."""
         by_section = {"lr_scheduler": self.lr_scheduler, "loss_scaler": self.loss_scaler}
         return {section: own for section, own in by_section.items() if own is not None}
 
     def sections(self) -> set[str]:
-        """Return the sections of a checkpoint that a load is to use in full."""
+        """Return the sections of a checkpoint that a load should use in full."""
         own = {"model": self.model, "optimizer": self.optimizer}
         return {name for name, target in own.items() if target is not None} | set(self.stateful())
 
@@ -154,7 +154,8 @@ class OwnTensor:
         key: Name in the checkpoint.
         region: Which part of the tensor.
         data: Its elements: a plain tensor on any device.
-        is_copy: Whether ranks of another mesh write it; this rank's is only compared.
+        is_copy: Whether ranks of another mesh write the region; this rank only computes the
+            checksum, to be compared.
     """
 
     key: str
@@ -165,12 +166,12 @@ class OwnTensor:
 
 @dataclass(slots=True)
 class BegunSave:
-    """A save of which the rest can be done by any thread, once on every rank.
+    """A begun save; any thread can finish it, once on every rank.
 
     Attributes:
-        draft: Where all ranks write, as rank 0 has begun it.
-        retention: What stays afterwards.
-        state: What all ranks store together; None after an error.
+        draft: Where all ranks write; rank 0 has made it.
+        retention: Which checkpoints stay afterwards.
+        state: This rank's view of the state to store; None after an error.
         tensors: What this rank writes.
         objects: Non-tensor values that this rank writes, by key.
         error: What went wrong on this rank.
@@ -196,15 +197,15 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Location:
-    """Save a training state and publish it at once; collective over all ranks.
+    """Save a training state and publish it atomically; collective over all ranks.
 
     On a disk a rename publishes it, in a store a manifest that is written last.
 
-    Works with and without process groups, for sharded and plain modules. Buffers that differ
-    between ranks are stored as rank 0 has them, the random states per rank. Saving the step that is
-    already the latest published one is refused; any other directory of the same step is replaced.
-    Waits for a background save that is still going on. Allocates no memory on the CPU, and host
-    memory for one tensor at a time elsewhere; in a store, a buffer for a part of 64 MiB beside.
+    Works with and without process groups, for sharded and plain modules. Buffers are stored as rank
+    0 has them, random states per rank. Saving the step that is already the latest published one is
+    refused; any other directory of the same step is replaced. A background save that is still in
+    flight is waited for. Large tensors on the CPU are written without a copy; those on a device
+    need host memory for one tensor at a time. A store also needs a buffer of 64 MiB for one part.
 
     Args:
         directory: The save root, on a file system that all ranks share, or the URL of a folder in
@@ -227,7 +228,7 @@ def save(
             a number out of range; raised on all ranks. What was published before stays. Or a
             background save has failed, and no call has raised that yet.
         TypeError: Several optimizers are given.
-        ValueError: The step or a retention number is out of range, where rank 0's is too.
+        ValueError: The step or a retention number is out of range on rank 0 and on this rank.
     """
     SAVES.raise_failure()
     state = TrainingState(model, optimizer, lr_scheduler, loss_scaler, extra)
@@ -239,11 +240,10 @@ def begin_save(
 ) -> BegunSave:
     """List what to save and make the temporary directory; one collective over all ranks.
 
-    Under delayed scaling there is one more.
+    Under delayed scaling there is a second one.
 
-    Values that are no tensors, random states and buffers are copied. Other tensors are not: they
-    must not change until :func:`finish_save` has written them, or the caller has put copies in
-    their place.
+    Non-tensor values, random states and buffers are copied. Other tensors are not: they must not
+    change until :func:`finish_save` has written them, or the caller has replaced them by copies.
 
     Args:
         directory: The save root.
@@ -253,9 +253,9 @@ def begin_save(
 
     Raises:
         CheckpointError: The step is published already, or rank 0 has refused its arguments; raised
-            on all ranks. Errors in listing, and of other ranks' arguments, wait for
+            on all ranks. Errors in the listing, and in other ranks' arguments, are raised by
             :func:`finish_save`, where all ranks meet.
-        ValueError: The step or a retention number is out of range, where rank 0's is too.
+        ValueError: The step or a retention number is out of range on rank 0 and on this rank.
     """
     # A rank with wrong arguments goes on: the others wait in the first collective.
     checked, refusal = attempt(lambda: _checked(directory, step, retention))
@@ -273,7 +273,7 @@ def begin_save(
         objects = {k: v for k, v in state.objects.items() if writers.get(k, 0) == rank}
     if error is None:
         objects[f"rng.{rank}"], error = attempt(rng_state)
-    # A rank with an error comes here too: the others wait in this collective.
+    # A rank with an error goes on too: the others wait in this collective.
     try:
         draft, wanted = on_rank_zero(lambda: (_prepare(root, step, refusal), str(directory)))
     except CheckpointError:
@@ -290,8 +290,8 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Loc
 
     Args:
         begun: The begun save.
-        group: All ranks, over another communicator than the default one: a thread beside the main
-            one needs its own.
+        group: A group of all ranks; a background thread needs one of its own. None means the
+            default group.
 
     Returns:
         The published directory, on all ranks.
@@ -313,7 +313,7 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Loc
 
 @contextlib.contextmanager
 def _disk_errors(draft: Draft) -> Iterator[None]:
-    """Raise an error of the disk as ours: what it says itself names no step, often no file."""
+    """Convert errors of the disk to ours, as they name no step and often no file."""
     try:
         yield
     except OSError as error:
@@ -331,7 +331,7 @@ def _disk_errors(draft: Draft) -> Iterator[None]:
 def _no_garbage_collection() -> Iterator[None]:
     """Keep the collector from walking the many small objects of a manifest again and again.
 
-    By its threshold, as the switch may be the caller's: other threads go on meanwhile.
+    This sets the threshold, not gc.disable(): other threads, which run meanwhile, may use that.
     """
     threshold, *others = gc.get_threshold()
     gc.set_threshold(0, *others)
@@ -345,7 +345,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _checked(
     directory: str | os.PathLike[str], step: int, retention: Retention
 ) -> tuple[Location, int]:
-    """Return the absolute save root and the step of this rank's arguments, after a check of all."""
+    """Check this rank's arguments; return the absolute save root and the step."""
     for name, value, least in (
         ("step", step, 0),
         ("keep_last", retention.keep_last, 1),
@@ -360,12 +360,12 @@ def _checked(
                     hint="Give None to keep all checkpoints" if least else "Count steps from 0",
                 )
             )
-    # The rest of a save may come after a change of the working directory.
+    # Absolute: the working directory may change before the rest of the save runs.
     return location_of(directory).absolute(), int(step)
 
 
 def _prepare(root: Location | None, step: int, refusal: Exception | None) -> Draft:
-    """Make the temporary directory, unless the arguments are refused; rank 0 alone."""
+    """Make the temporary directory, unless the arguments are refused; rank 0 only."""
     if refusal is not None:
         raise refusal
     assert root is not None, "arguments that are not refused name a root"
@@ -373,9 +373,9 @@ def _prepare(root: Location | None, step: int, refusal: Exception | None) -> Dra
 
 
 def _mismatch(own: tuple[int, str], wanted: tuple[int, str]) -> CheckpointError | None:
-    """Return the error of a step and a directory that are not those of rank 0; None if they are.
+    """Return an error if step or directory differ from rank 0's, else None.
 
-    The directory as it is given: ranks may have working directories of their own.
+    Directories are compared as they were given: working directories may differ between ranks.
     """
     if own == wanted:
         return None
@@ -407,12 +407,12 @@ def _collect(given: TrainingState, step: int) -> CanonicalState:
 
 
 def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
-    """List the regions that this rank writes; buffers, which a forward may change, as copies."""
+    """List the regions that this rank writes; buffers are copied, as a forward may change them."""
     rank, world_size = rank_and_world_size()
     balance = ReplicaBalance(rank, world_size)
     own = []
     for key, tensor in state.tensors.items():
-        # Of keys that not all ranks have, the meshes side by side are not of one tensor.
+        # A key that not all ranks have is one tensor on one mesh: meshes beside it have others.
         is_copy = key not in state.ranks_of and not balance.is_first(tensor)
         for region in local_regions(key, tensor):
             if key not in state.rank_zero:
@@ -424,8 +424,8 @@ def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
 
 
 def _write(begun: BegunSave) -> bytes:
-    """Write this rank's share of the state; return what it wrote, pickled."""
-    # As bytes: rank 0 makes objects of them after the gather, without garbage collection.
+    """Write this rank's share of the state; return the description of it, pickled."""
+    # As bytes: rank 0 unpickles them after the gather, without garbage collection.
     with _disk_errors(begun.draft):
         return pickle.dumps(_write_share(begun))
 
@@ -451,7 +451,7 @@ def _write_share(begun: BegunSave) -> Written:
 
 
 def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Location:
-    """Describe what all ranks wrote and publish it; rank 0 alone."""
+    """Describe what all ranks wrote and publish it; rank 0 only."""
     assert outcomes is not None, "rank 0 gathers"
     sent: list[bytes] = values_of(outcomes, begun.error)
     assert begun.state is not None, "ranks that failed to collect have raised"
