@@ -1,4 +1,4 @@
-"""FusedAdam: the optimizer, its plan of passes over flat buffers, and one step.
+"""FusedAdam: the optimizer, the plan of its passes over flat buffers, and one step.
 
 The arithmetic is in optimizer/kernels, the states are in optimizer/states.
 

@@ -1,9 +1,9 @@
-"""A step of Adam that a CUDA graph may capture: nothing in it is read by the host.
+"""A step of Adam that a CUDA graph may capture: the host reads nothing in it.
 
-Counts of steps, learning rates, the factor on gradients and whether they are finite stay tensors on
-the device, and the constants of the step are computed there from them. Where there is a CUDA kernel
-it does all of this, in two launches for a flat buffer. Elsewhere the definition in torch
-(reference.py) runs, many operators a parameter, which a graph replays without Python.
+Counts of steps, learning rates, the factor on gradients and the flag for non-finite gradients stay
+tensors on the device, and the constants of the step are computed from them there. A CUDA kernel, if
+there is one, does all of this in two launches for a flat buffer. Otherwise the definition in torch
+(reference.py) runs, with many operators per parameter, which a graph replays without Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megafsdp.optimizer.states.store import StateStore
 
 
 class CapturablePass:
-    """One step over all parameters of an optimizer, with what it depends on left on the device.
+    """One step over all parameters of an optimizer, whose inputs all stay on the device.
 
     Args:
         store: Where states are; moments in fp32 or bf16.
@@ -53,11 +53,11 @@ class CapturablePass:
         self._rates: dict[tuple[torch.Tensor, torch.device], torch.Tensor] = {}
 
     def step_flat(self, states: FlatStates, grads: DBuffer, members: Members) -> None:
-        """Step parameters of one flat buffer, whose gradients lie in a buffer as they do; local."""
+        """Step parameters of one flat buffer; their grads lie in a buffer of its layout; local."""
         main_weight = states.group.main_weight
         moments = [states.buffers[name] for name in self._store.dtypes]
         flats = [main_weight.flat, grads.flat, *(moment.flat for moment in moments)]
-        # One by one: counts may differ, and the host cannot read them to join parameters.
+        # A segment each: counts of steps may differ, and the host cannot read them to join runs.
         places = [(hyper, index) for hyper, indices in members for index in indices]
         if _has_kernel(*flats):
             ranges = [states.range_of(index) for _, index in places]
@@ -86,7 +86,7 @@ class CapturablePass:
         """Step one tensor by itself; local."""
         moments = [local_tensor(state[name]) for name in self._store.dtypes]
         own, own_grad = local_tensor(parameter), local_tensor(grad)
-        # A state that a user has set may have its count on the host.
+        # A user may have set a state whose count is on the host.
         is_count_there = state["step"].device == own.device and state["step"].dtype == torch.float32
         if not (is_count_there and _has_kernel(own, own_grad, *moments)):
             self._step(own, own_grad, moments, state["step"], hyper)
@@ -94,7 +94,7 @@ class CapturablePass:
         flats = [tensor.view(-1) for tensor in (own, own_grad, *moments)]
         self._launch(flats, [self._segment((0, own.numel()), hyper, state["step"])])
         if group_of(parameter) is None:
-            # The kernel writes by address, which autograd does not count.
+            # The kernel writes through the address; autograd does not notice such a write.
             torch.autograd.graph.increment_version(local_object(parameter))
 
     def finish(self) -> None:
@@ -105,7 +105,7 @@ class CapturablePass:
     ) -> LateSegment:
         rate = None
         if hyper.late_lr is not None:
-            # The kernel reads a double. A graph replays the cast, once for all that share the rate.
+            # The kernel reads fp64. A graph replays the cast, once for all segments of the rate.
             key = (hyper.late_lr, step.device)
             if key not in self._rates:
                 self._rates[key] = hyper.late_lr.to(step.device, torch.float64).reshape(())
@@ -124,7 +124,7 @@ class CapturablePass:
             found_inf=None if found_inf is None else found_inf.to(weight.device).reshape(()),
             flush_denormals=self._ftz,
         )
-        # Shown counts are views, whose writers are known by their version.
+        # The counts are shown as views; a write to them is noticed by their version.
         torch.autograd.graph.increment_version([segment.step for segment in segments])
 
     def _step(
@@ -135,7 +135,7 @@ class CapturablePass:
         step: torch.Tensor,
         hyper: GroupHyper,
     ) -> None:
-        # Branches would need the host: a skipped step computes all and keeps the old values.
+        # A branch would need the host: a skipped step computes everything and keeps old values.
         skips = None if self._found_inf is None else self._found_inf.to(step.device) != 0
         step.add_(1.0 if skips is None else (~skips).float())
         constants = _constants(hyper, step)
@@ -149,7 +149,7 @@ class CapturablePass:
 
 
 def _has_kernel(weight: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor) -> bool:
-    """Return whether a compiled kernel takes these buffers as they are."""
+    """Return whether there is a compiled kernel for these buffers as they are."""
     is_taken = weight.dtype == torch.float32 and grad.dtype in VALUE_DTYPES
     tensors = (weight, grad, *moments)
     return (
@@ -162,15 +162,15 @@ def _has_kernel(weight: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor
 
 
 def _constants(hyper: GroupHyper, step: torch.Tensor) -> AdamConstants:
-    """Compute the constants in double where the step is, and round them to fp32 once."""
-    # The constants of step 1 serve where neither the step nor a learning rate in a tensor matters.
+    """Compute the constants in fp64 on the device of the step, and round them to fp32 once."""
+    # Constants that depend on neither the step nor a tensor learning rate are those of step 1.
     # The others become tensors, which each replay of the graph computes anew.
     known, fixed = hyper.known, AdamConstants.rounded(hyper.known, 1)
     rate = torch.full((), known.lr, dtype=torch.float64, device=step.device)
     late: dict[str, Any] = {}
     if hyper.late_lr is not None:
         rate.copy_(hyper.late_lr.reshape(()))
-        # Rounded once from double, as AdamConstants does, to the same bits.
+        # Rounded once from fp64, as in AdamConstants, to the same bits.
         late["decay"] = (1 - rate * known.weight_decay).float() if known.adam_w_mode else 1.0
     if known.bias_correction:
         beta1, beta2 = known.betas

@@ -1,6 +1,6 @@
-"""Checks of what FusedAdam is given: hyperparameters, parameters, gradients and states.
+"""Checks of FusedAdam's inputs: hyperparameters, parameters, gradients and states.
 
-Each raises with what was expected; nothing is changed or repaired here. Muon uses
+Each raises an error that says what was expected; nothing is changed or repaired here. Muon uses
 :func:`check_grad` too. State dicts are checked in states/loading.py.
 """
 
@@ -30,7 +30,7 @@ def check_hyperparameters(
     """Check the numbers that FusedAdam is built with.
 
     Raises:
-        ValueError: One has no meaning.
+        ValueError: A number is out of range.
     """
     # Written so that NaN, which compares false, is refused.
     limits = {
@@ -52,12 +52,12 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
     """Check the options and parameters of a parameter group, named as in torch's Adam and AdamW.
 
     Raises:
-        ValueError: A number has no meaning; a trainable parameter is wider than fp32, in which all
-            steps are made; or an option is not built here.
+        ValueError: A number is out of range; a trainable parameter is wider than fp32, the
+            precision of all steps; or an option is not supported.
     """
     numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
     check_hyperparameters(float(group["lr"]), **numbers, max_grad_norm=None)
-    # Groups from state dicts of torch have these options; they may be there, switched off.
+    # Groups from state dicts of torch have these options; they may be present if switched off.
     neutral = dict.fromkeys(FOREIGN_OPTIONS, False) | {"decoupled_weight_decay": adam_w_mode}
     asked = {
         name: group[name] for name, value in neutral.items() if group.get(name, value) != value
@@ -72,7 +72,7 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
             )
         )
     for number, parameter in enumerate(group["params"]):
-        # A frozen one may be of any dtype: it is never stepped.
+        # A frozen parameter may be of any dtype: it is never stepped.
         is_wide = parameter.dtype == torch.float64 or parameter.dtype.is_complex
         if is_wide and parameter.requires_grad:
             raise ValueError(
@@ -86,10 +86,10 @@ def check_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> None:
 
 
 def check_loaded_decay(groups: Iterable[Mapping[str, Any]], *, adam_w_mode: bool) -> None:
-    """Check that the groups of a state dict decay as the optimizer that loads them does.
+    """Check that the groups of a state dict use the weight decay of the optimizer that loads them.
 
     Raises:
-        ValueError: They were decayed with a gradient and are now without one, or the reverse.
+        ValueError: Their decay was decoupled (AdamW) and the optimizer's is not, or the reverse.
     """
     for group in groups:
         decoupled = group.get("decoupled_weight_decay", adam_w_mode)
@@ -108,9 +108,9 @@ def check_remainders(group: Mapping[str, Any]) -> None:
     """Check that a parameter group's parameters are the high halves of fp32 weights.
 
     Raises:
-        ValueError: One is not bf16.
+        ValueError: A parameter is not bf16.
     """
-    # Even fp32 parameters are refused: the flat pass takes one kind of weight.
+    # Even fp32 parameters are refused: the flat pass supports only one kind of weight.
     for number, parameter in enumerate(group["params"]):
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
@@ -131,7 +131,7 @@ def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> Non
     Raises:
         ValueError: A moment has scales, or weights have remainders.
     """
-    # The captured pass runs the definition on plain values and encodes nothing.
+    # A capturable pass works on plain values and encodes nothing.
     if has_remainders or any(is_scaled(dtype) for dtype in dtypes):
         raise ValueError(
             expected(
@@ -144,7 +144,7 @@ def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> Non
 
 
 def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = None) -> None:
-    """Check that a gradient is kept as its parameter is.
+    """Check that a gradient is dense, and a DTensor exactly if its parameter is one.
 
     Args:
         parameter: The parameter.
@@ -152,7 +152,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
         name: The parameter's name, if the optimizer was given one.
 
     Raises:
-        RuntimeError: It is sparse, or one of the two is a DTensor and the other is not.
+        RuntimeError: It is sparse, or only one of the two is a DTensor.
     """
     if grad.is_sparse:
         raise RuntimeError(
@@ -163,7 +163,7 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
                 hint="Build the embedding with sparse=False",
             )
         )
-    # A plain gradient of a sharded parameter may be of other rows even where shapes agree.
+    # A plain gradient of a sharded parameter may have other rows even if the shapes agree.
     if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
         raise RuntimeError(
             expected(
@@ -176,13 +176,13 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
 
 
 def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-    """Check what a state is to be set to.
+    """Check the values that a state will be set to.
 
     Raises:
-        ValueError: The values are not fp32 or not as many as this rank's of the parameter, or no
-            state has this name.
+        ValueError: The values are not fp32 or not of the parameter's local shape, or no state has
+            this name.
     """
-    # A value in another dtype would be rounded twice on its way into a narrow state.
+    # Values in another dtype would be rounded twice on the way into a narrow state.
     if values.dtype != torch.float32 or name not in STATES:
         raise ValueError(
             expected(
@@ -192,7 +192,7 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
                 hint="Cast the values, or set optimizer.state[parameter] directly",
             )
         )
-    # Local shapes: the global ones may agree where the cuts do not.
+    # Local shapes: the global ones may agree although the sharding differs.
     own, given = local_tensor(parameter).shape, local_tensor(values).shape
     if own != given:
         raise ValueError(
@@ -206,13 +206,13 @@ def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor)
 
 
 def _name_in(group: Mapping[str, Any], number: int) -> str | None:
-    """Return a parameter's name, which torch keeps if it was given with the parameter."""
+    """Return the parameter's name that the user gave with it, or None."""
     return group["param_names"][number] if "param_names" in group else None
 
 
 def _described(parameter: torch.Tensor, name: str | None) -> str:
-    """Return a parameter's name as far as it has one, and its shape."""
-    # Names are given to the optimizer by few users; the unit has them in any case.
+    """Return a parameter's name, if known, and its shape."""
+    # Few users give names to the optimizer; a unit always knows them.
     owner = group_of(parameter)
     if name is not None:
         who = f"parameter '{name}'"

@@ -1,14 +1,14 @@
 """FusedAdam: Adam and AdamW in one pass over flat buffers.
 
-Parameters of ``fully_shard`` lie in flat buffers, and so do their gradients and states; runs of
-neighbours are stepped by one kernel call, which also unscales and clips gradients and, where a cast
-of the weight is made once a step, writes that. Plain tensors and other DTensors are stepped one by
-one with the same arithmetic (:mod:`megafsdp.optimizer.kernels.reference`), so how a parameter is
-stored does not change its values.
+Parameters of ``fully_shard`` lie in flat buffers, and so do their gradients and states. One kernel
+call steps runs of neighbours; it also unscales and clips gradients and, if the weight is cast once
+a step, writes the cast. Plain tensors and other DTensors are stepped one by one with the same
+arithmetic (:mod:`megafsdp.optimizer.kernels.reference`), so how a parameter is stored does not
+change its values.
 
 The class has three parts in this order: construction and copies, the step, and the states as
-others see them (state dicts, checkpoints), where moments are fp32 whatever they are kept in. Where
-parameters lie is found in plan.py, a pass runs in step.py or capturable.py, and states are kept in
+others see them (state dicts, checkpoints), with moments in fp32 whatever their dtype here. plan.py
+finds where parameters lie, a pass runs in step.py or capturable.py, and states are kept in
 states/store.py.
 """
 
@@ -64,7 +64,7 @@ _COPIED = (
     "ftz",
 )
 _STATE_NAMES = frozenset({"step", *STATES, *OF_WEIGHTS})
-# Of the groups of torch's AdamW, beside its hyperparameters. 2.11 to 2.14.
+# Options in the groups of torch's AdamW, beside its hyperparameters. 2.11 to 2.14.
 _TORCH_OPTIONS = {
     "amsgrad": False,
     "maximize": False,
@@ -79,11 +79,11 @@ _TORCH_OPTIONS = {
 class FusedAdam(Optimizer):
     """Adam with decoupled (AdamW) or coupled weight decay, for sharded and plain parameters.
 
-    A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks and state
-    dicts work as there, ``torch.amp.GradScaler`` too. Parameters of ``fully_shard``, plain tensors
-    and DTensors may be mixed. State names are torch's (``step``, ``exp_avg``, ``exp_avg_sq``), so
-    checkpoints of one load into the other. Where several optimizers share a unit, the one that has
-    half of its elements or more allocates flat states for the whole unit.
+    A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, closures, hooks, state dicts
+    and ``torch.amp.GradScaler`` work as with it. Parameters of ``fully_shard``, plain tensors and
+    DTensors may be mixed. State names are torch's (``step``, ``exp_avg``, ``exp_avg_sq``), so
+    checkpoints of one load into the other. If several optimizers share a unit, the one with half of
+    its elements or more allocates flat states for the whole unit.
 
     Args:
         params: Parameters or parameter groups.
@@ -93,31 +93,31 @@ class FusedAdam(Optimizer):
         weight_decay: Weight decay; 0 by default, unlike ``torch.optim.AdamW``.
         adam_w_mode: Decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         bias_correction: Correct the moments for their start at zero.
-        exp_avg_dtype: Dtype of the first moment: fp32, bf16, or fp16 or FP8 (e4m3) with a scale a
+        exp_avg_dtype: Dtype of the first moment: fp32, bf16, or fp16 or FP8 (e4m3) with a scale per
             block (:mod:`megafsdp.optimizer.states.formats`). FP8 wants a first beta of at most
-            0.95: it makes moments of slower decay too small.
+            0.95: moments that decay more slowly become too small.
         exp_avg_sq_dtype: Dtype of the second moment.
         store_param_remainders: For bf16 parameters, as ``MixedPrecisionPolicy(torch.bfloat16,
-            main_params_dtype=torch.bfloat16)`` makes them: an int16 state has the bits that a bf16
-            parameter lacks of an fp32 weight, so that the parameter is main and compute weight at
-            once, in 2 bytes instead of 4 + 2. Checkpoints have the fp32 weight.
+            main_params_dtype=torch.bfloat16)`` makes them. An int16 state has the low half of the
+            fp32 weight whose high half is the parameter, so that the parameter is both main and
+            compute weight, in 2 bytes instead of 4 + 2. Checkpoints have the fp32 weight.
         use_decoupled_grad: Read ``p.decoupled_grad`` instead of ``p.grad``; it may have another
             dtype than the parameter.
-        max_grad_norm: Clip by the norm of all gradients, which :attr:`grad_norm` shows after each
-            step; gradients are left as they are. ``math.inf`` never clips. Makes ``step`` or
-            :meth:`measure_grad_norm` before it collective.
+        max_grad_norm: Clip by the norm of all gradients; :attr:`grad_norm` is the norm after each
+            step; gradients are left as they are. ``math.inf`` never clips. Makes ``step``
+            collective, or :meth:`measure_grad_norm` if that is called before it.
         capturable: Let a CUDA graph capture ``step``: counts of steps, a learning rate given as a
-            tensor, the factor on gradients and their finiteness stay on the device. Moments in fp32
-            or bf16; many times slower where there is no kernel for the device, or the moments have
-            two dtypes. A replay cannot mark the weights as changed: call
+            tensor, the factor on gradients and their finiteness stay on the device. Needs moments
+            in fp32 or bf16; many times slower if there is no kernel for the device, or the moments
+            have two dtypes. A replay cannot mark the weights as changed: call
             ``mark_main_weights_changed(model)`` after it.
         ftz: Flush denormal numbers to zero inside the step: states of rows without gradients decay
             into denormals, which are many times slower.
 
     Raises:
-        ValueError: A hyperparameter or dtype has no meaning; a trainable parameter is fp64 or
-            complex, or with ``store_param_remainders`` not bf16; or a parameter group asks for
-            ``amsgrad``, ``maximize`` or the other weight decay.
+        ValueError: A hyperparameter or dtype is not valid; a trainable parameter is fp64 or
+            complex, or not bf16 with ``store_param_remainders``; or a parameter group asks for
+            ``amsgrad``, ``maximize`` or the other kind of weight decay.
     """
 
     _step_supports_amp_scaling = True
@@ -148,9 +148,9 @@ class FusedAdam(Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
-        # The norm of gradients as they are, maybe still scaled; one step uses it.
+        # The norm of the gradients as they are, maybe still scaled, for the next step.
         self._measured: torch.Tensor | None = None
-        # Only in step_unless(): the flag that its kernels read, and after it what it has counted.
+        # For step_unless(): the flag that its kernels read, and the pass that counted its steps.
         self._device_flag: torch.Tensor | None = None
         self._queued: AdamPass | None = None
         self.capturable = capturable
@@ -162,7 +162,7 @@ class FusedAdam(Optimizer):
             has_remainders=store_param_remainders,
             counts_on_device=capturable,
         )
-        # By the number of the parameter group; a plan is made anew when the list changes.
+        # By index of the parameter group; a plan is made anew when the group's list changes.
         self._plans: dict[int, GroupPlan] = {}
         defaults = {
             "lr": lr,
@@ -170,17 +170,17 @@ class FusedAdam(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        # torch's AdamW has no such option, and neither have its files.
+        # Only if it is off: torch's AdamW and its checkpoints lack this option.
         if not bias_correction:
             defaults["bias_correction"] = False
-        # Last: the base class calls add_param_group(), which uses what is set above.
+        # Last: the base class calls add_param_group(), which uses the attributes above.
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy of the optimizer, which makes its own flat states.
+        """Return the attributes for a copy of the optimizer; the copy makes its own flat states.
 
         Raises:
-            RuntimeError: The optimizer owns threads and host memory.
+            RuntimeError: The optimizer owns threads and host memory, and cannot be copied.
         """
         if not self._is_copyable:
             raise RuntimeError(
@@ -192,14 +192,14 @@ class FusedAdam(Optimizer):
                 )
             )
         options = {name: getattr(self, name) for name in _COPIED}
-        # As in a state dict: the copy brings them into flat buffers of its own.
+        # In the form of a state dict: the copy brings them into flat buffers of its own.
         state = defaultdict(dict, {p: self._portable_state(p) for p in self.state})
         store = self._store
         stored = (store.dtypes, store.has_remainders, store.remainders())
         return {**super().__getstate__(), **options, "state": state, "_stored": stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the attributes of a copied optimizer, or the groups and states of a load."""
+        """Set the attributes of a copied optimizer, or the groups and states of a load."""
         # torch calls it for a copy, with all attributes, and for a load, with groups and states.
         own = dict(state)
         if "_stored" in own:
@@ -210,7 +210,7 @@ class FusedAdam(Optimizer):
             store.add_remainders(remainders)
             own |= {"_plans": {}, "_measured": None, "_device_flag": None, "_queued": None}
         super().__setstate__(own)
-        # Only now: before, the base class has not set the parameter groups.
+        # Only now has the base class set the parameter groups.
         if "_stored" in state:
             self._store.add_parameters(p for group in self.param_groups for p in group["params"])
 
@@ -218,7 +218,7 @@ class FusedAdam(Optimizer):
         """Add a group of parameters with hyperparameters of its own.
 
         Raises:
-            ValueError: As the constructor; the group is not added.
+            ValueError: As for the constructor; the group is not added.
         """
         super().add_param_group(param_group)
         # The measured norm does not include the new parameters.
@@ -233,22 +233,22 @@ class FusedAdam(Optimizer):
             raise
         parameters = self.param_groups[-1]["params"]
         self._store.add_parameters(parameters)
-        # Looked for here, not in the first step: what a user loses without them is reported now.
+        # Look for kernels here, not in the first step, so that a lack of them is reported early.
         for device in {parameter.device for parameter in parameters}:
             usable_module(device)
 
     @without_dynamo
     @torch.no_grad()
     def measure_grad_norm(self, *, loss_scale: float = 1.0) -> torch.Tensor:
-        """Measure the norm of the gradients that the next ``step`` reads, and clip by it there.
+        """Measure the norm of the gradients; the next ``step`` clips by it.
 
-        The step has the bits of one that measures by itself. Gradients must not change in between;
-        ``step``, ``zero_grad`` and another measurement drop the norm. Collective: one small
-        all-reduce for each process group.
+        The step gives the same bits as one that measures the norm itself. Gradients must not change
+        in between; ``step``, ``zero_grad`` and another measurement drop the norm. Collective: one
+        small all-reduce for each process group.
 
         Args:
-            loss_scale: What the loss was multiplied by. It is taken off the norm alone: ``step``
-                unscales by the ``grad_scale`` that ``torch.amp.GradScaler`` or the loop sets.
+            loss_scale: Factor on the loss. Only the norm is divided by it: ``step`` unscales by the
+                ``grad_scale`` that ``torch.amp.GradScaler`` or the loop sets.
 
         Returns:
             The norm before clipping, 0-dim fp32, equal on all ranks; :attr:`grad_norm` too.
@@ -256,16 +256,16 @@ class FusedAdam(Optimizer):
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced.
         """
-        # Parameters that fully_shard has replaced have no gradients: the norm would be 0.
+        # Parameters that fully_shard has replaced have no gradients: their norm would be 0.
         self._ready_plans()
         self._measured = total_norm(gradients_of(self.param_groups, self._attribute))
         self.grad_norm = (self._measured.double() * (1.0 / loss_scale)).float()
         return self.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as torch does, and drop the norm that was measured of them.
+        """Clear gradients, as torch does, and drop their measured norm.
 
-        With ``use_decoupled_grad`` these are the ones in ``decoupled_grad``, and those in ``grad``.
+        With ``use_decoupled_grad``, both ``decoupled_grad`` and ``grad`` are cleared.
         """
         self._measured = None
         super().zero_grad(set_to_none)
@@ -283,7 +283,7 @@ class FusedAdam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient.
 
-        Collective only with ``max_grad_norm``, as :meth:`measure_grad_norm` if that did not come.
+        Collective only with ``max_grad_norm``, unless :meth:`measure_grad_norm` was called before.
         Under ``torch.compile`` it runs outside of graphs: its kernels are compiled already.
 
         Args:
@@ -294,8 +294,8 @@ class FusedAdam(Optimizer):
 
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced, or a group's
-                hyperparameter has no meaning; nothing is stepped.
-            RuntimeError: A gradient is not kept as its parameter is.
+                hyperparameter is out of range; nothing is stepped.
+            RuntimeError: A gradient is sparse, or not a DTensor like its parameter.
         """
         loss = None
         measured, self._measured = self._measured, None
@@ -303,12 +303,12 @@ class FusedAdam(Optimizer):
             measured = None
             with torch.enable_grad():
                 loss = closure()
-        # The host reads it here and may skip the step whole; a capture leaves it on the device.
+        # The host reads the flag here and may skip the step; a capture leaves it on the device.
         found_inf = self._of_scaler("found_inf")
         if found_inf is not None and not self.capturable and bool(found_inf):
             return loss
         if not self.capturable:
-            # Raises for numbers without meaning before anything is stepped.
+            # Raises if a number is out of range, before anything is stepped.
             for group in self.param_groups:
                 AdamHyper.of(group, adam_w_mode=self.adam_w_mode)
         # All gradients are found, and checked, before the first weight changes.
@@ -319,15 +319,15 @@ class FusedAdam(Optimizer):
 
     @property
     def steps_quantized_parameters(self) -> bool:
-        """Return whether parameters may be quantized: their main weights are stepped."""
+        """Return whether the optimizer steps the main weights of quantized parameters."""
         return not self.capturable and not self._store.has_remainders
 
     @property
     def skips_on_device(self) -> bool:
-        """Return whether :meth:`step_unless` makes no host wait, and skips to the last bit.
+        """Return whether :meth:`step_unless` works without a host wait, and skips bit for bit.
 
-        It needs the CUDA kernels on the device of all parameters, and moments that they step
-        without another encoding; a capturable step has a ``found_inf`` of its own.
+        It needs the CUDA kernels on the device of all parameters, and moments that the kernels step
+        without further encoding; a capturable step has a ``found_inf`` of its own.
         """
         devices = {p.device for group in self.param_groups for p in group["params"]}
         return (
@@ -337,11 +337,11 @@ class FusedAdam(Optimizer):
         )
 
     def step_unless(self, found_inf: torch.Tensor) -> None:
-        """Queue a step of which the device decides whether it changes anything.
+        """Queue a step; the device decides whether it changes anything.
 
-        The host reads nothing, so it counts the step. It calls :meth:`take_back_step` when it has
-        learnt that the step was skipped, before it steps again or saves states. Collective as
-        :meth:`step`.
+        The host reads nothing, so it counts the step in any case. When the caller learns that the
+        step was skipped, it must call :meth:`take_back_step` before it steps again or saves states.
+        Collective as :meth:`step`.
 
         Args:
             found_inf: 0-dim fp32; weights and moments change only if it is zero.
@@ -359,7 +359,7 @@ class FusedAdam(Optimizer):
             self._queued = None
 
     def _states_to_step(self) -> dict[torch.Tensor, Any]:
-        """Return :attr:`state` for a step; what was begun ahead of it is not dropped."""
+        """Return :attr:`state` for a step, without dropping work begun ahead of the step."""
         return self.state
 
     def _step_found(
@@ -369,7 +369,7 @@ class FusedAdam(Optimizer):
         scale: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step what was found of each parameter group, and mark its compute weights as stale."""
+        """Step the parameters found in each group, and mark their compute weights as stale."""
         adam_pass: AdamPass | CapturablePass
         if self.capturable:
             adam_pass = CapturablePass(self._store, scale=scale, found_inf=found_inf, ftz=self.ftz)
@@ -386,25 +386,25 @@ class FusedAdam(Optimizer):
         for hyper, part in zip(hypers, found, strict=True):
             for parameter, grad in part.singles:
                 adam_pass.step_one(parameter, grad, self._states_to_step()[parameter], hyper)
-        # All groups, with or without gradients here: in ZeRO-1, ZeRO-2 and HFSDP the refresh is a
-        # collective, so all ranks must agree on it.
+        # All groups, with or without gradients on this rank: in ZeRO-1, ZeRO-2 and HFSDP the
+        # refresh is a collective, so all ranks must agree on it.
         for plan in self._plans.values():
             for owner in plan.owners():
                 owner.mark_stale(is_step=True)
-        # After the marks: where a kernel has written the cast too, this takes the mark back.
+        # After the marks: if a kernel has written the cast too, this removes the mark.
         adam_pass.finish()
-        # Those without gradients too: ranks combine the maxima of all.
+        # Also parameters without gradients: ranks combine the maxima of all.
         encode_quantized(p for plan in self._plans.values() for p in plan.others())
 
     def mark_stepped(self, groups: Iterable[ParameterGroup]) -> None:
-        """Do nothing: the step has marked what it changed, with the casts that it wrote."""
+        """Do nothing: the step itself marks what it changes, considering the casts it writes."""
 
     @property
     def _attribute(self) -> str:
         return "decoupled_grad" if self.use_decoupled_grad else "grad"
 
     def _ready_plans(self) -> list[GroupPlan]:
-        """Return the plans of all parameter groups, after replaced originals were exchanged."""
+        """Return the plans of all parameter groups; replaces originals by sharded parameters."""
         plans = [self._plan(number) for number in range(len(self.param_groups))]
         if any(plan.has_originals() for plan in plans):
             fully_shard_optimizer(self)
@@ -423,27 +423,27 @@ class FusedAdam(Optimizer):
         return getattr(self, name, None)
 
     def _gradient_scale(self, norm: torch.Tensor | None) -> float | torch.Tensor:
-        """Return the factor on gradients, on their device, by this norm if one was measured."""
+        """Return the factor on gradients, on their device; ``norm`` is the measured one, if any."""
         loss_scale = self._of_scaler("grad_scale")
         if loss_scale is None and self.max_grad_norm is None:
             return 1.0
         grads = gradients_of(self.param_groups, self._attribute)
         factor = gradient_factor(grads, norm, self.max_grad_norm, loss_scale)
         self.grad_norm = self.grad_norm if self.max_grad_norm is None else factor.norm
-        # In double on a CPU, where it is read as a number; kernels on a GPU read fp32 there.
+        # fp64 on a CPU, where the host reads it as a number; kernels on a GPU read fp32.
         is_cpu = factor.scale.device.type == "cpu"
         return factor.scale if is_cpu and not self.capturable else factor.scale.float()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict of torch's AdamW: moments in fp32, whatever they are kept in; local.
+        """Return a state dict of torch's AdamW, with moments in fp32 whatever their dtype; local.
 
-        Its groups have the options of torch's AdamW, so that ``torch.distributed.checkpoint`` finds
-        in the files of either what the other asks for; ``bias_correction`` is there if it is off.
-        With ``store_param_remainders`` the remainders are there too, in int16, and of quantized
+        Its groups have the options of torch's AdamW, so that ``torch.distributed.checkpoint`` can
+        load the files of either optimizer into the other; ``bias_correction`` is included if it is
+        off. With ``store_param_remainders`` the int16 remainders are included, and for quantized
         parameters the main weights, ``main_param``.
 
-        Moments that are not kept in fp32 are copies: what ``dcp.load`` writes to them must be given
-        to :meth:`load_state_dict`.
+        Moments that are not kept in fp32 are copies: after ``dcp.load`` has written to them, pass
+        them to :meth:`load_state_dict`.
         """
 
         def make_portable(_: Optimizer, packed: dict[str, Any]) -> None:
@@ -454,29 +454,29 @@ class FusedAdam(Optimizer):
                 own = {"capturable": self.capturable, "decoupled_weight_decay": self.adam_w_mode}
                 group |= _TORCH_OPTIONS | own
 
-        # Before the hooks of others, which may replace what they see. A hook for the time of this
-        # call, since only the base class packs the states.
+        # As a hook of this call, since only the base class packs the states; it runs before the
+        # users' hooks, which may replace what they see.
         with self.register_state_dict_post_hook(make_portable, prepend=True):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state dict of an optimizer of this class or of torch's Adam; local.
+        """Load the state dict of an optimizer of this class or of torch's Adam; local.
 
-        Hooks are called as by any optimizer: the first ones see and may replace the whole state
-        dict, the last ones find its states here.
+        Hooks are called as by any optimizer: pre-hooks see and may replace the whole state dict,
+        post-hooks find the states loaded.
 
         Args:
             state_dict: Its moments are DTensors like the parameters, or plain tensors of this
                 rank's rows.
 
         Raises:
-            ValueError: Its groups, options, states or shapes are not this optimizer's.
-            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
+            ValueError: Its groups, options, states or shapes do not fit this optimizer.
+            NotImplementedError: A state of a sharded parameter is whole, or torch has sharded it.
         """
         packed = state_dict
 
-        # torch would bring all states to the parameters' device at once, those of the host too. As
-        # the last pre-hook, this one sees what other hooks have made of the state dict.
+        # Without states, as torch would copy all of them to the parameters' device at once, also
+        # those of the host. As the last pre-hook, this one sees what other hooks have made.
         def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal packed
             packed = loaded
@@ -492,7 +492,7 @@ class FusedAdam(Optimizer):
             super().load_state_dict(state_dict)
 
     def _take_over_all(self, packed: dict[str, Any]) -> None:
-        """Bring the states of a state dict, whose groups are loaded, into the form kept."""
+        """Bring the states of a state dict into the kept form; its groups are loaded already."""
         # Remainders of the old weights; a state dict without remainders means zeros.
         self._store.forget_remainders()
         fill_options(self.param_groups, self.defaults)
@@ -503,7 +503,7 @@ class FusedAdam(Optimizer):
             given = packed["state"].get(index)
             if given is None:
                 continue
-            # A copy: the caller may use the state dict further, or load it twice.
+            # A copy: the caller may still use the state dict, or load it twice.
             self.state[parameter] = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in given.items()
@@ -517,13 +517,13 @@ class FusedAdam(Optimizer):
         return self._store.full_precision(parameter, state) | kept
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Bring a parameter's loaded states, found in :attr:`state`, into the form kept."""
+        """Bring a parameter's loaded states, found in :attr:`state`, into the kept form."""
         self._store.prepare(parameter, self.state[parameter])
 
     def make_states(self) -> None:
-        """Give each trainable parameter the states with which its first step begins; local.
+        """Give each trainable parameter without states those of its first step; local.
 
-        For loads that fill states in place and find no others. States that are there stay.
+        Loads that fill states in place need this: they find only existing states.
         """
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.requires_grad:
@@ -537,8 +537,8 @@ class FusedAdam(Optimizer):
         return self._store.full_precision(parameter, self.state.get(parameter, {}))
 
     def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
-        """Return the names of the states that a parameter may have; None for any; local."""
-        # A subclass of a user may have states of its own.
+        """Return the names of the states that a parameter may have; None means any; local."""
+        # A user's subclass may have states of its own.
         is_ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         return _STATE_NAMES if is_ours else None
 
@@ -562,7 +562,7 @@ class FusedAdam(Optimizer):
             self._store.set_weight(parameter, self.state[parameter], weight)
             owner = group_of(parameter)
             if owner is not None:
-                # set_weight() writes local tensors, which the group does not notice as a write.
+                # set_weight() writes local tensors; the group does not notice that.
                 owner.mark_stale()
         elif self.state.get(parameter):
             self._take_over(parameter)
@@ -583,7 +583,7 @@ class FusedAdam(Optimizer):
         """Set a state from fp32 values, a tensor like the parameter, which are copied; local.
 
         Raises:
-            ValueError: The values are not fp32 or of another shape, or the state has no such name.
+            ValueError: The values are not fp32 or have another shape, or no state has that name.
         """
         check_scaled_state(parameter, name, values)
         self.state[parameter][name] = values.detach().clone()

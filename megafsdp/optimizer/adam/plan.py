@@ -1,6 +1,6 @@
 """The plan of an optimizer group: parameters that step together, and their gradients in a step.
 
-Where tensors are small, a step costs what Python does for each parameter. So this file looks at
+If tensors are small, the cost of a step is Python's work for each parameter. So this file checks
 little: the gradient, where it lies, and whether the state is the same object as in the last step.
 """
 
@@ -32,7 +32,7 @@ class FoundGrads:
     """Parameters of one optimizer group that have a gradient.
 
     Attributes:
-        flat: Flat states, the buffer of the gradients, and the parameters' indices there.
+        flat: Flat states, the buffer of the gradients, and the parameters' indices in them.
         singles: Other parameters and their gradients.
     """
 
@@ -44,8 +44,9 @@ class GroupHyper(NamedTuple):
     """Hyperparameters of an optimizer group in one step.
 
     Attributes:
-        known: What the host knows.
-        late_lr: Replaces the rate of ``known``: a tensor that the host does not read; or None.
+        known: The hyperparameters that the host knows.
+        late_lr: A learning rate that replaces that of ``known``: a tensor that the host does not
+            read; or None.
     """
 
     known: AdamHyper
@@ -55,7 +56,7 @@ class GroupHyper(NamedTuple):
     def of(
         cls, group: dict[str, Any], *, adam_w_mode: bool, reads_tensors: bool = True
     ) -> GroupHyper:
-        """Read an optimizer group; a rate in a tensor only where the host may wait for it."""
+        """Read an optimizer group; a tensor rate is only read if ``reads_tensors``."""
         lr = group["lr"]
         late_lr = lr if isinstance(lr, torch.Tensor) and not reads_tensors else None
         known = group if late_lr is None else group | {"lr": 0.0}
@@ -69,7 +70,7 @@ Members = list[tuple[GroupHyper, list[int]]]
 def members_by_buffer(
     found: Sequence[FoundGrads], hypers: Sequence[GroupHyper]
 ) -> dict[tuple[FlatStates, DBuffer], Members]:
-    """Return what steps together: the parameters of all optimizer groups in each flat buffer."""
+    """Return the parameters of all optimizer groups by flat buffer; those are stepped together."""
     joined: dict[tuple[FlatStates, DBuffer], Members] = {}
     for part, hyper in zip(found, hypers, strict=True):
         for states, grads, indices in part.flat:
@@ -78,7 +79,7 @@ def members_by_buffer(
 
 
 def gradients_of(param_groups: list[dict[str, Any]], attribute: str) -> list[torch.Tensor]:
-    """Return an optimizer's gradients, always in one order, in which norms are added up; local."""
+    """Return an optimizer's gradients, always in the same order, so that norms are too; local."""
     return grads_of((p for group in param_groups for p in group["params"]), attribute)
 
 
@@ -98,8 +99,8 @@ class _Members:
         self._kept_values: list[object] = []
 
     def common_buffer(self, grads: list[torch.Tensor | None]) -> DBuffer | None:
-        """Return the buffer in which all gradients lie in their places; None without one."""
-        # A user may assign gradients of another group, whose buffer is laid out in another way.
+        """Return the buffer that has all gradients at their places; None if there is none."""
+        # A user may assign gradients of another group, whose buffer has another layout.
         buffer = common_buffer(grads, self.indices)
         return buffer if buffer is not None and buffer.layout is self.states.layout else None
 
@@ -108,8 +109,8 @@ class _Members:
     ) -> None:
         """Bring the states that the optimizer shows into the flat buffers."""
         shown = list(map(states_by_parameter.__getitem__, self.parameters))
-        # Runs in each step, and nearly always nothing has changed: identities are compared in C.
-        # A load or a user replaces dicts or values, never the memory behind the same tensor.
+        # Runs in each step, and nearly always nothing has changed: so identities are compared, in
+        # C. A load or a user replaces dicts or values, never the memory behind the same tensor.
         values = itertools.chain.from_iterable(map(dict.values, shown))
         if (
             len(shown) == len(self._kept)
@@ -152,7 +153,7 @@ class GroupPlan:
             else:
                 flat.setdefault(place[0], []).append((parameter, place[1]))
         self._members = [_Members(states, places) for states, places in flat.items()]
-        # Weak, as all references back to units: the parameters alone keep their group alive.
+        # Weak, like all references back to units: only the parameters keep their group alive.
         self._owners = [weakref.ref(owner) for owner in owners.values()]
 
     def is_of(self, parameters: list[torch.Tensor]) -> bool:
@@ -169,7 +170,7 @@ class GroupPlan:
         return self._others
 
     def owners(self) -> Iterator[ParameterGroup]:
-        """Yield the parameter groups whose main weights the parameters are."""
+        """Yield the parameter groups that own the parameters."""
         for reference in self._owners:
             owner = reference()
             if owner is not None:
@@ -178,17 +179,17 @@ class GroupPlan:
     def find(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
     ) -> FoundGrads:
-        """Collect the gradients that there are, and give their parameters states; local.
+        """Collect the existing gradients, and give their parameters states; local.
 
         Args:
-            states_by_parameter: What the optimizer shows as states.
+            states_by_parameter: The optimizer's ``state``.
             attribute: Name of the parameters' attribute with the gradients.
 
         Raises:
-            RuntimeError: A gradient is not kept as its parameter is.
+            RuntimeError: A gradient is sparse, or not a DTensor like its parameter.
         """
         found = FoundGrads()
-        # Sharded parameters override no attribute read: the reads skip __torch_function__.
+        # Skip __torch_function__: sharded parameters do not override attribute reads.
         with without_torch_function():
             read = [read_grads(members.parameters, attribute) for members in self._members]
         for members, grads in zip(self._members, read, strict=True):
@@ -210,25 +211,25 @@ class GroupPlan:
         grads: torch.Tensor,
         states_by_parameter: dict[torch.Tensor, dict[str, Any]],
     ) -> list[int] | None:
-        """Return the parameters in one group's flat buffers, whose states are brought there; local.
+        """Return the parameters in one group's flat buffers, and bring their states there; local.
 
         Args:
             states: The group's flat states.
             grads: A flat main gradient of the group.
-            states_by_parameter: What the optimizer shows as states.
+            states_by_parameter: The optimizer's ``state``.
 
         Returns:
-            Their indices; None unless each has its gradient there.
+            Their indices; None unless all have their gradients in ``grads``.
         """
-        # By identity: another buffer, though alike, has other gradients than those being copied.
+        # By identity: an equal buffer may have other gradients than those being copied.
         found: list[int] = []
         for members in self._members:
             if members.states is states:
                 buffer = members.common_buffer(read_grads(members.parameters, "grad"))
                 if buffer is None or buffer.flat is not grads:
                     return None
-                # Missing states begin at zero and are not shown: the step may not come, and other
-                # ranks may not have asked.
+                # Missing states begin at zero and are not added to the optimizer's: the step may
+                # not come, and other ranks may not have run ahead.
                 shown = {p: states_by_parameter.get(p) or {} for p in members.parameters}
                 members.prepare(shown, self._store)
                 found += members.indices
@@ -241,10 +242,10 @@ class GroupPlan:
         grads: list[torch.Tensor | None],
         states_by_parameter: dict[torch.Tensor, dict[str, Any]],
     ) -> None:
-        """Collect the gradients of parameters that have none, or lie in several buffers."""
+        """Collect gradients where some are missing, or they lie in several buffers."""
         layout = members.states.layout
         by_buffer: dict[DBuffer, list[int]] = {}
-        # A user may have kept gradients of an older backward, which lie in another buffer.
+        # E.g. a user has kept gradients of an older backward, which lie in another buffer.
         for parameter, index, grad in zip(members.parameters, members.indices, grads, strict=True):
             if grad is None:
                 continue

@@ -1,8 +1,8 @@
-"""One pass of Adam over many parameters: the fewest kernel calls for how they lie.
+"""One pass of Adam over many parameters, with as few kernel calls as their places allow.
 
-Parameters of a group whose gradients and states lie in flat buffers as they do are stepped
-together, neighbours by one segment; any other by itself, through copies in what the kernel takes.
-Which parameters have a gradient, and where it lies, is found in plan.py.
+Parameters of a group whose gradients and states lie in flat buffers of the same layout are stepped
+together, neighbours as one segment. Any other parameter is stepped by itself, through copies in a
+form that the kernel supports. plan.py finds which parameters have a gradient, and where it lies.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class AdamPass:
         store: Where states are.
         scale: Factor on the gradients: a number, or 0-dim on their device, in fp32 on a GPU.
         ftz: Whether denormal numbers are flushed.
-        found_inf: 0-dim fp32; kernels change nothing unless it is zero. The step is counted all the
-            same: see :meth:`take_back`.
+        found_inf: 0-dim fp32; kernels change nothing unless it is zero. The step is counted in any
+            case: see :meth:`take_back`.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class AdamPass:
         ftz: bool,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        # A factor on the CPU is an argument of any kernel. One on a GPU is read there by it.
+        # A factor on the CPU is passed as a number; one on a GPU is read there by the kernel.
         is_on_host = isinstance(scale, torch.Tensor) and scale.device.type == "cpu"
         self._scale = float(scale) if is_on_host else scale
         self._store, self._ftz, self._found_inf = store, ftz, found_inf
         self._kernels: dict[torch.device, AdamKernel] = {}
         self._encodings = _Encodings()
-        # What was counted, without the gradients, which the caller drops.
+        # The counted steps; without references to gradients, which the caller frees.
         self._counted: list[tuple[FlatStates, list[int]]] = []
         self._counted_singles: list[dict[str, Any]] = []
 
     def step_flat(self, states: FlatStates, grads: DBuffer, members: Members) -> None:
-        """Step parameters of one flat buffer, whose gradients lie in a buffer as they do; local."""
+        """Step parameters of one flat buffer; their grads lie in a buffer of its layout; local."""
         remainder = states.buffers.get(REMAINDER)
-        # Beside remainders the kernel writes no cast: the bf16 weight is that copy already. A step
-        # that may be skipped writes none either: its memory is fresh, and the host would not know
+        # With remainders the kernel writes no cast: the bf16 weight is the cast. A step that may be
+        # skipped writes none either: the memory of the cast is fresh, and the host would not know
         # that it was not filled. The next gather casts.
         has_cast = remainder is None and self._found_inf is None
         copy_out = self._encodings.output(states) if has_cast else None
@@ -71,7 +71,7 @@ class AdamPass:
             remainder=None if remainder is None else remainder.flat,
             copy_out=copy_out,
         )
-        # One call for each count of steps, which the bias correction depends on: nearly always one.
+        # One call for each count of steps, as the bias correction depends on it: nearly always one.
         by_step: dict[int, list[AdamSegment]] = {}
         for (hyper, _), indices in members:
             self._counted.append((states, indices))
@@ -82,7 +82,7 @@ class AdamPass:
                 if copy_out is not None:
                     self._encodings.note(states, sum(run.numel for run in runs))
         for step, segments in by_step.items():
-            # Parameters with and without decay lie mixed: each group's runs rise, all together not.
+            # Optimizer groups, e.g. with and without decay, lie mixed: runs rise only within each.
             if len(members) > 1:
                 segments.sort(key=_START)
             self._call(buffers, segments, step)
@@ -94,13 +94,13 @@ class AdamPass:
         state: dict[str, Any],
         hyper: GroupHyper,
     ) -> None:
-        """Step one tensor by itself, through copies of what the kernel does not take; local.
+        """Step one tensor by itself, through copies where the kernel does not support it; local.
 
-        Of a quantized parameter the main weight, from which the caller makes the codes.
+        For a quantized parameter this steps the main weight; the caller makes the codes from it.
         """
         state["step"] += 1
         self._counted_singles.append(state)
-        # Only after the count: ranks without rows count too, since all save the same states.
+        # Return only after the count: all ranks save the same states, so those without rows count.
         weight = state.get(MAIN_WEIGHT, parameter)
         own = local_tensor(weight)
         if not own.numel():
@@ -125,20 +125,20 @@ class AdamPass:
             if tensor.data_ptr() != stepped.data_ptr():
                 tensor.copy_(stepped.view(tensor.shape))
             elif group_of(parameter) is None:
-                # The kernel writes by address, which autograd does not count. Changes of a
-                # group's main weight are counted by the group.
+                # The kernel writes through the address; autograd does not notice such a write.
+                # Changes of a group's main weight are counted by the group.
                 torch.autograd.graph.increment_version(local_object(weight))
         self._store.encode(parameter, state, moments)
 
     def finish(self) -> None:
-        """Mark the compute weights that were written along with the main weights as current.
+        """Mark the compute weights that the step has written as current.
 
         Call it after the groups were marked stale.
         """
         self._encodings.finish()
 
     def take_back(self) -> None:
-        """Take back the counts of this step, which the kernels have skipped by ``found_inf``."""
+        """Undo the counts of this step, which the kernels have skipped because of ``found_inf``."""
         for states, indices in self._counted:
             states.take_back(indices)
         for state in self._counted_singles:
@@ -170,7 +170,7 @@ class _Encodings:
         self._numels: dict[FlatStates, int] = {}
 
     def output(self, states: FlatStates) -> torch.Tensor | None:
-        """Return where the cast of a group's main weight goes; None if it is made elsewhere."""
+        """Return the buffer for the cast of a group's main weight; None if it is made elsewhere."""
         if states not in self._outputs:
             self._outputs[states] = states.group.compute_weight.start_encoding()
         return self._outputs[states]
@@ -180,8 +180,8 @@ class _Encodings:
         self._numels[states] = self._numels.get(states, 0) + numel
 
     def finish(self) -> None:
-        """Mark the compute weights of which all elements were written as current."""
+        """Mark the compute weights whose elements were all written as current."""
         for states, output in self._outputs.items():
-            # A part that was not stepped may have been stale before: then the group is cast whole.
+            # If a part was not stepped, it may be stale: then the whole group is cast later.
             if output is not None and self._numels.get(states, 0) == states.numel:
                 states.group.compute_weight.mark_encoded()
