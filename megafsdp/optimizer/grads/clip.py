@@ -37,19 +37,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most ``max_norm``; return the norm before.
+    """Scale gradients in place so that their norm is at most ``max_norm``; return the old norm.
 
     The signature and the coefficient ``max_norm / (norm + 1e-6)`` are those of
     ``torch.nn.utils.clip_grad_norm_``. Collective: one small all-reduce for each process group
     among the gradients, which may be sharded, replicated or plain; called by all ranks alike.
 
     Args:
-        parameters: A module, a tensor, or tensors with ``.grad``. A module may show full
-            parameters, as after ``unshard()``: the gradients are those of its sharded ones.
+        parameters: A module, a tensor, or tensors with ``.grad``. A module may show unsharded
+            parameters, as after ``unshard()``: the gradients of its sharded ones are used.
         max_norm: The largest norm allowed.
         norm_type: Order of the norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: Raise instead of scaling by a NaN or infinite norm.
-        foreach: Ignored, in the signature for torch's sake: multi-tensor kernels are always used.
+        foreach: Ignored, for compatibility with torch: multi-tensor kernels are always used.
 
     Returns:
         The norm over all ranks, a 0-dim fp32 tensor, equal on all ranks.
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     grads = grads_of(parameters)
     parts = parts_of(grads)
     norm = norms_of_parts([parts], float(norm_type), device_of(grads))[0]
-    # Only on demand: it waits for the device. All ranks have the same norm, so all raise.
+    # Only on request, as it waits for the device. All ranks have the same norm, so all raise.
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             expected(
@@ -76,11 +76,11 @@ def clip_grad_norm_(
                 hint="Look for the first parameter whose gradient is not finite, or skip the step",
             )
         )
-    # Multiplied even by 1: the host would have to wait to see that it is 1.
+    # Multiply even by 1: the host would have to wait to see that it is 1.
     coefficient = clip_coefficient(norm, max_norm)
     for near in by_device([tensor for part in parts for tensor in part.tensors]):
         torch._foreach_mul_(near, coefficient.to(near[0].device))
-    # A NaN factor makes NaN of gaps too, which would stay after the user has mended gradients.
+    # A NaN factor makes gaps NaN too; they would stay so after the user has repaired gradients.
     for gaps in by_device([gap for part in parts for gap in part.gaps]):
         torch._foreach_zero_(gaps)
     return norm
@@ -115,20 +115,20 @@ def gradient_factor(
 
     Args:
         grads: The gradients, each once.
-        norm: Theirs as they are, 0-dim fp32, if it has been measured.
+        norm: Norm of the gradients as they are (scaled), 0-dim fp32; None if not yet measured.
         max_norm: The largest norm of unscaled gradients; None does not clip.
         loss_scale: The factor on the loss; None for 1.
     """
-    # In double: it is rounded to fp32 once, where a kernel takes it.
+    # In fp64: it is rounded to fp32 once, for the kernel.
     device = device_of(grads)
     scale = torch.ones((), dtype=torch.float64, device=device)
     if loss_scale is not None:
-        # A scale on the host goes into the kernel as a number; a copy of it would be waited for.
+        # A scale on the host enters the kernel as a number; to copy it would take a wait.
         scale /= loss_scale
     if max_norm is None:
         return GradientFactor(scale, None)
     norm = ((total_norm(grads) if norm is None else norm) * scale).float()
-    # Infinity over infinity: an infinite norm under an infinite limit would give NaN.
+    # An infinite norm under an infinite limit would give NaN (inf / inf).
     if max_norm < math.inf:
         scale *= clip_coefficient(norm, max_norm)
     return GradientFactor(scale, norm)

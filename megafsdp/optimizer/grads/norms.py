@@ -1,13 +1,13 @@
 """Norms of gradients, and counts of their zeros.
 
 A gradient may be sharded, a part of a tensor-parallel one, replicated or plain. Every element
-counts once: sums go over the ranks that have one copy of the model together, where an element that
-several of them have counts on the first. So the ranks of a model axis have the same norm, bit by
-bit, and clipping keeps what they have in common equal. :class:`GradParts` sorts gradients by these
-ranks, in few tensors: where all gradients of a flat buffer are there, the buffer stands for them.
+counts once: sums go over the ranks that together have one copy of the model, and an element that
+several of them have counts on the first one. So the ranks of a model axis have the same norm, bit
+by bit, and clipping keeps their replicated parameters equal. :class:`GradParts` groups gradients by
+these ranks, in few tensors: if all gradients of a flat buffer exist, the buffer stands for them.
 
-Sums are exact to fp32: squares are added in double, other powers in pieces short enough for fp32.
-Gradients are read, never changed; clip.py scales them.
+Sums are exact to fp32: squares are added in fp64, other powers in pieces short enough for fp32.
+Gradients are only read here; clip.py scales them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.dtensor import cut_dim, group_of_axes
 from megafsdp.optimizer.kernels.square_sum import has_square_sum_kernel, known_square_sums
 
-# Short pieces, summed on in double: one fp32 sum over 50 M elements is wrong by 4e-3.
+# Short pieces, whose sums are added in fp64: one fp32 sum over 50 M elements is wrong by 4e-3.
 _PIECE_NUMEL = 1 << 16
 
 # Models have thousands of parameters: map() with it is much faster than a loop.
@@ -43,10 +43,10 @@ _GRAD = operator.attrgetter("grad")
 
 
 def grads_of(parameters: Iterable[torch.Tensor], attribute: str = "grad") -> list[torch.Tensor]:
-    """Return the gradients that parameters have, in their order; local.
+    """Return the existing gradients of parameters, in order; local.
 
-    One of :func:`megafsdp.local_parameters` gives a gradient for each parameter of its group: its
-    own is a plain tensor, which does not say that ranks divide it.
+    A parameter from :func:`megafsdp.local_parameters` yields the gradient of each parameter of its
+    group: its own gradient is a plain tensor, which does not show that it is sharded.
 
     Args:
         parameters: The parameters, each once.
@@ -58,7 +58,7 @@ def grads_of(parameters: Iterable[torch.Tensor], attribute: str = "grad") -> lis
     for parameter, grad in zip(parameters, grads, strict=True):
         if grad is None:
             continue
-        # The parameters of a group are DTensors: a plain tensor of one is a local parameter.
+        # The parameters of a group are DTensors: a plain tensor with a group is a local parameter.
         owner = group_of(parameter) if _class_of(parameter) is torch.Tensor else None
         if owner is None:
             found.append(grad)
@@ -70,14 +70,14 @@ def grads_of(parameters: Iterable[torch.Tensor], attribute: str = "grad") -> lis
 
 
 def read_grads(parameters: list[torch.Tensor], attribute: str) -> list[torch.Tensor | None]:
-    """Return the value of an attribute of each parameter; None where there is none; local."""
+    """Return the value of an attribute of each parameter, or None; local."""
     if attribute == "grad":
         return list(map(_GRAD, parameters))
     return [getattr(parameter, attribute, None) for parameter in parameters]
 
 
 def _rows_of(owner: ParameterGroup, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return each parameter's rows of a tensor that lies as the group's main weight does."""
+    """Return each parameter's rows of a tensor with the layout of the group's main weight."""
     main, found = owner.main_weight, []
     for index, parameter in enumerate(owner.parameters):
         place = main.tensor(index)
@@ -116,7 +116,7 @@ def param_group_norms(optimizer: Optimizer, norm_type: float = 2.0) -> torch.Ten
 
     Args:
         optimizer: Any optimizer, before its ``zero_grad()``.
-        norm_type: As of :func:`total_norm`.
+        norm_type: As for :func:`total_norm`.
 
     Returns:
         ``(parameter groups,)`` fp32, equal on all ranks; 0 for a group without gradients.
@@ -140,9 +140,9 @@ def num_zero_grads(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tens
         parameters = parameters.parameters()
     grads = grads_of(parameters)
     total = torch.zeros((), dtype=torch.int64, device=device_of(grads))
-    # Without joining: the gaps of a flat buffer are zeros of no gradient.
+    # Without joining: the gaps of a flat buffer are zeros that belong to no gradient.
     parts = parts_of(grads, joins_buffers=False)
-    # A rank without elements that count must enter the all-reduce below too.
+    # A rank without counted elements must enter the all-reduce below too.
     for group in dict.fromkeys(part.group for part in parts):
         counted = [t for part in parts if part.group is group for t in part.counted]
         zeros = (tensor.numel() - tensor.count_nonzero() for tensor in counted)
@@ -161,8 +161,8 @@ class GradParts:
         group: The ranks; None if each rank has all elements, and sums them by itself.
         tensors: This rank's elements, in tensors of any shape; none is empty. They alias the
             gradients.
-        gaps: Views of those elements in them that are no gradient's; they are zero and must be.
-        counts: Whether they count on this rank; another rank of the group has the same, else.
+        gaps: Views of the elements in them that belong to no gradient; they are and must stay zero.
+        counts: Whether the elements count on this rank; if not, they count on another rank.
     """
 
     group: dist.ProcessGroup | None
@@ -177,11 +177,11 @@ class GradParts:
 
 
 def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> list[GradParts]:
-    """Find the parts of gradients, of the same groups in the same order on all ranks; local.
+    """Divide gradients into parts; groups and their order are the same on all ranks; local.
 
     Args:
         grads: The gradients, each once.
-        joins_buffers: Let a flat buffer with its gaps stand for its gradients.
+        joins_buffers: Let a flat buffer, including its gaps, stand for its gradients.
 
     Raises:
         NotImplementedError: A DTensor is partial.
@@ -201,17 +201,17 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
     kinds = {buffer: _one_of_each_kind(by_index) for buffer, by_index in flat.items()}
     samples = [*itertools.chain.from_iterable(kinds.values()), *singles]
     ways = _Ways(samples)
-    # In an order that all ranks share: which buffers are taken apart below differs between them.
+    # Ordered here, alike on all ranks: which buffers are split up below differs between ranks.
     found = {way: GradParts(way.group, [], [], way.counts) for way in map(ways.of, samples)}
     for buffer, by_index in flat.items():
         way, *others = map(ways.of, kinds[buffer])
-        # Without some of its gradients the buffer has elements that must not count, as where some
-        # of them count on another rank.
+        # If gradients are missing, or some count on another rank, the buffer has elements that must
+        # not count.
         if len(by_index) < len(buffer.layout.slots) or any(other != way for other in others):
             singles += by_index.values()
         else:
             found[way].tensors.append(buffer.flat)
-            # A caller that has scaled the buffer by NaN must zero the gaps again.
+            # The caller must zero them again after it has scaled the buffer by NaN.
             found[way].gaps.extend(buffer.gaps)
     for grad in singles:
         if (local := local_tensor(grad)).numel():
@@ -220,9 +220,9 @@ def parts_of(grads: Iterable[torch.Tensor], *, joins_buffers: bool = True) -> li
 
 
 def _one_of_each_kind(grads: dict[int, Any]) -> list[torch.Tensor]:
-    """Return a gradient of a buffer that a model axis cuts, and one that it repeats, if any."""
+    """Return a gradient that a model axis cuts and one that it repeats, if the buffer has both."""
     first = next(iter(grads.values()))
-    # Most buffers are on data axes alone; a look at each gradient would be felt.
+    # Most buffers have data axes only; looking at each gradient would take noticeable time.
     if _class_of(first) is UnevenDTensor:
         may_differ = first.uneven_layout.num_model_axes > 0
     else:
@@ -237,18 +237,18 @@ def _one_of_each_kind(grads: dict[int, Any]) -> list[torch.Tensor]:
 
 
 def _class_of(grad: torch.Tensor) -> type:
-    """Return which of the classes that this file tells apart a gradient is of."""
+    """Return the class of a gradient among those that this file tells apart."""
     return _known_class(type(grad))
 
 
-# Asking torch whether something is a DTensor is a call in Python.
+# Cached, as torch's check whether something is a DTensor runs in Python.
 @functools.cache
 def _known_class(cls: type[torch.Tensor]) -> type:
     return next(base for base in (UnevenDTensor, DTensor, torch.Tensor) if issubclass(cls, base))
 
 
 class _Way(NamedTuple):
-    """How gradients lie: the ranks that sum them together, and whether they count on this one."""
+    """How to sum gradients: the ranks that do so together, and whether this rank's count."""
 
     group: dist.ProcessGroup | None
     counts: bool
@@ -258,10 +258,10 @@ _LOCAL = _Way(None, counts=True)
 
 
 class _Ways:
-    """Look up how gradients lie, each way once: there are few of them and a lookup is slow.
+    """Look up the way of gradients, computing each way once: they are few and slow to find.
 
     Args:
-        grads: Gradients of each way, in an order that all ranks share.
+        grads: Gradients of each way, in the same order on all ranks.
     """
 
     def __init__(self, grads: Sequence[torch.Tensor]) -> None:
@@ -271,20 +271,20 @@ class _Ways:
             if key not in by_key:
                 assert isinstance(grad, DTensor), "a plain gradient is known to be local"
                 by_key[key] = _way_of(grad)
-        # Dense parameters and experts have meshes of their own over the same ranks: one collective.
+        # Dense parameters and experts have different meshes over the same ranks: use one group.
         groups: dict[frozenset[int], dist.ProcessGroup] = {}
         for key, way in by_key.items():
             if way.group is not None:
                 ranks = frozenset(dist.get_process_group_ranks(way.group))
                 by_key[key] = way._replace(group=groups.setdefault(ranks, way.group))
-        # What is replicated counts once too, where others are divided: ranks that each sum it by
-        # themselves could differ in the last bit.
+        # If some gradients are divided, count replicated ones on one rank: ranks that each summed
+        # them locally could differ in the last bit.
         group = next(iter(groups.values()), None)
         for key, way in by_key.items():
             if key is not None and way.group is None and group is not None:
                 by_key[key] = _Way(group, counts=group.rank() == 0)
         self._by_key = by_key
-        # A key takes longer than all else here: it is made once for each of these gradients.
+        # Making a key is the slowest part here, so do it once for each of these gradients.
         self._by_id = {id(grad): by_key[key] for key, grad in zip(keys, grads, strict=True)}
 
     @staticmethod
@@ -292,10 +292,10 @@ class _Ways:
         cls = _class_of(grad)
         if cls is torch.Tensor:
             return None
-        # Units may have meshes that are equal and not the same object.
+        # By equality: units may have equal meshes that are different objects.
         if cls is DTensor:
             return grad.device_mesh, grad.placements
-        # Not the placements: columns and rows of a weight lie alike, and one stands for both.
+        # Not the placements: column- and row-parallel weights are summed in the same way.
         layout = grad.uneven_layout
         return grad.device_mesh, layout.num_shards, layout.num_model_axes, layout.part.dim is None
 
@@ -324,14 +324,14 @@ def _way_of(grad: DTensor) -> _Way:
 
 
 def device_of(grads: Sequence[torch.Tensor]) -> torch.device:
-    """Return where gradients are; the CPU if there are none."""
+    """Return the device of gradients; the CPU if there are none."""
     return grads[0].device if grads else torch.device("cpu")
 
 
 def norms_of_parts(
     vectors: Sequence[Sequence[GradParts]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of each vector, ``(vectors,)`` fp32, each in parts; collective.
+    """Return the norm of each vector, which is given in parts, ``(vectors,)`` fp32; collective.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -358,7 +358,7 @@ def norms_of_parts(
                 power = _local_power(near, norm_type).to(device)
                 own[i] = torch.maximum(own[i], power) if is_max else own[i] + power
         if group is not None and is_max:
-            # By their bits, among which NaN is the largest: a backend's maximum may lose it.
+            # As bits, of which NaN's are the largest: a backend's float maximum may lose NaN.
             bits = own.masked_fill_(own.isnan(), math.nan).view(torch.int64)
             all_reduce(bits, op="max", group=group, label="grad norm")
         elif group is not None:
@@ -368,7 +368,7 @@ def norms_of_parts(
 
 
 def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Divide tensors by where they are: parameters of some units may live on the host."""
+    """Group tensors by device: parameters of some units may be on the host."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)
@@ -378,9 +378,9 @@ def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _local_power(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return this rank's sum of p-th powers, or its largest absolute value, in fp64."""
     if norm_type == 2.0 and all(map(has_square_sum_kernel, tensors)):
-        # The kernels add in double, in an order fixed by positions: the same bits always.
+        # The kernels add in fp64, in an order fixed by position: always the same bits.
         return known_square_sums(tensors).sum()
-    # torch returns a norm in the dtype of its input, where fp16 would overflow.
+    # float(): torch returns a norm in the dtype of its input, and fp16 would overflow.
     pieces = [piece for t in tensors for piece in t.reshape(-1).float().split(_PIECE_NUMEL)]
     norms = torch.stack(torch._foreach_norm(pieces, norm_type)).double()
     return norms.max() if norm_type == math.inf else norms.pow(norm_type).sum()
