@@ -1,10 +1,10 @@
-"""One pass of Adam over flat buffers: compiled where possible, else in torch.
+"""One pass of Adam over flat buffers: by a compiled kernel if possible, else in torch.
 
-Both ways, every instruction set and every number of threads give the same bits. This file defines
-the buffers of a step, checks them, and picks the way; reference.py defines the arithmetic and
-cuda.py launches on CUDA. One call takes a whole flat buffer and a table of segments, each with its
-own hyperparameters: parameters with and without weight decay lie mixed in a buffer, and a call for
-each would cost more than small ones take.
+Both give the same bits, on every instruction set and with every number of threads. This file
+defines and checks the buffers of a step, and chooses the kernel; reference.py defines the
+arithmetic and cuda.py launches on CUDA. One call takes a whole flat buffer and a table of segments,
+each with its own hyperparameters: parameters with and without weight decay lie mixed in a buffer,
+and for small ones a call each would cost more than the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES}
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
-# Moments in two dtypes pass through fp32 copies, so many elements at a time.
+# Moments in two dtypes pass through fp32 copies, this many elements at a time.
 _WIDE_NUMEL = 1 << 20
 # The dtypes of each buffer: with fp32 weights, and with weights in two halves.
 _BESIDE_FP32 = {
@@ -52,8 +52,8 @@ _NEW = ("new_weight", "new_exp_avg", "new_exp_avg_sq")
 class AdamBuffers:
     """Flat tensors of one length on one device, contiguous, none overlapping another.
 
-    A step is in place; or, where all three new ones are given, out of place: it only reads the old
-    weights and moments, so that it can be done again from them. The bits are the same.
+    A step is in place; or, if all three ``new_`` buffers are given, out of place: it only reads the
+    old weights and moments, so that it can be repeated from them. The bits are the same.
 
     Attributes:
         weight: ``(numel,)`` fp32 main weights; bf16 if ``remainder`` is given.
@@ -62,9 +62,9 @@ class AdamBuffers:
         exp_avg_sq: ``(numel,)`` fp32 or bf16.
         remainder: ``(numel,)`` int16; the low half of fp32 weights whose high half is ``weight``.
         copy_out: ``(numel,)`` bf16 or fp16; receives the new weights, rounded to nearest even. Not
-            with ``remainder``, where ``weight`` is that copy already.
-        new_weight: ``(numel,)`` fp32; receives the new weights, ``weight`` keeping the old. On a
-            CPU, and neither with ``remainder`` nor with bf16 moments.
+            with ``remainder``: then ``weight`` is that copy already.
+        new_weight: ``(numel,)`` fp32; receives the new weights, and ``weight`` keeps the old ones.
+            Only on a CPU, and without ``remainder`` or bf16 moments.
         new_exp_avg: ``(numel,)`` fp32; as ``new_weight``.
         new_exp_avg_sq: ``(numel,)`` fp32; as ``new_weight``.
     """
@@ -83,12 +83,12 @@ class AdamBuffers:
         """Check the tensors.
 
         Raises:
-            ValueError: One has the wrong shape, dtype, device or strides. Or only some of the new
-                ones are given, or beside a remainder, bf16 moments, or on another device.
+            ValueError: A tensor has the wrong shape, dtype, device or strides. Or only some
+                ``new_`` buffers are given, or with a remainder, bf16 moments, or off the CPU.
         """
         if new := self.new_names():
             self._check_out_of_place(new)
-        # Here, once a step and buffer: the kernels get bare addresses and can check nothing.
+        # Checked here, once per step and buffer, as the kernels get bare addresses.
         wanted = _BESIDE_FP32 if self.remainder is None else _BESIDE_REMAINDERS
         numel, device = self.weight.numel(), self.weight.device
         for name, dtypes in wanted.items():
@@ -104,7 +104,7 @@ class AdamBuffers:
         return self.new_weight, self.new_exp_avg, self.new_exp_avg_sq
 
     def new_names(self) -> list[str]:
-        """Return the names of what a step out of place writes; none for one in place."""
+        """Return the names of the buffers that an out-of-place step writes; none if in place."""
         # A shortcut: this runs in every call, and most steps are in place.
         if self.new_weight is self.new_exp_avg is self.new_exp_avg_sq is None:
             return []
@@ -118,7 +118,7 @@ class AdamBuffers:
             wanted, got = "fp32 weights", "bf16 weights and a remainder"
         elif moments != (torch.float32, torch.float32):
             wanted, got = "fp32 moments", f"{moments[0]} and {moments[1]}"
-        # Only steps on the host run ahead, so the CUDA kernel has no such variant.
+        # Only steps on the host run ahead, so only the CPU kernel works out of place.
         elif self.weight.device.type != "cpu":
             wanted, got = "tensors on a CPU", f"tensors on {self.weight.device}"
         else:
@@ -157,10 +157,10 @@ class LateSegment:
 
     Attributes:
         start: First element of the buffers.
-        stop: One behind the last; the step is counted where there is none, too.
+        stop: One past the last element; the step of an empty segment is counted too.
         hyper: Hyperparameters.
         step: Count of the steps before this one, 0-dim fp32 on the device.
-        lr: Replaces the rate of ``hyper``: 0-dim fp64 on the device; None if that is known.
+        lr: A learning rate that replaces that of ``hyper``: 0-dim fp64 on the device; or None.
     """
 
     start: int
@@ -181,11 +181,11 @@ def adam_step(
     flush_denormals: bool = True,
     num_threads: int | None = None,
 ) -> None:
-    """Update weights and moments, in place or out of it; local, elementwise, in one pass.
+    """Update weights and moments, in place or out of place; local, elementwise, in one pass.
 
-    Elements of no segment are neither read nor written. Gradients that are not finite spoil what
-    they touch, as in torch: look at :func:`sum_of_squares` first, or give ``found_inf``. The native
-    kernel allocates nothing; the fallback some chunks of 64 KiB, 32 MiB on a device.
+    Elements outside all segments are neither read nor written. Non-finite gradients spoil their
+    weights, as in torch: check :func:`sum_of_squares` first, or give ``found_inf``. The native
+    kernel allocates nothing; the fallback allocates some chunks of 64 KiB, on a device of 32 MiB.
 
     On CUDA the kernel is one launch on the current stream and nothing waits for it. A graph that
     captured it would repeat this step's constants.
@@ -199,14 +199,15 @@ def adam_step(
             the kernel reads there.
         found_inf: ``()`` fp32 on the buffers' device; nothing changes unless it is zero. The
             fallback waits for it.
-        flush_denormals: Take and give zero for subnormal numbers, which are up to 40 times slower
-            on a CPU; the caller's own mode is left as it is. The fallback on CUDA keeps them.
+        flush_denormals: Read and write subnormal numbers, which are up to 40 times slower on a CPU,
+            as zero; the caller's own mode is left as it is. The fallback on CUDA keeps them.
         num_threads: Threads of the native kernel on a CPU; by default ``torch.get_num_threads()``.
             Small buffers use fewer.
 
     Raises:
         ValueError: A segment lies outside the buffers or before its predecessor's end, ``step`` or
-            ``num_threads`` is not positive, a tensor is no fp32 scalar on the buffers' device.
+            ``num_threads`` is not positive, or a tensor is not an fp32 scalar on the buffers'
+            device.
         RuntimeError: CUDA refuses the launch.
     """
     kernel = AdamKernel(
@@ -228,17 +229,17 @@ def late_adam_step(
     found_inf: torch.Tensor | None = None,
     flush_denormals: bool = True,
 ) -> None:
-    """Count a step of each segment and make it; the host reads nothing, so a graph may capture it.
+    """Count and make a step of each segment; the host reads nothing, so a graph may capture it.
 
-    On devices with a CUDA kernel. A launch before :func:`adam_step`'s counts and computes the
-    constants; where ``found_inf`` is not zero nothing is counted either.
+    Only on devices with a CUDA kernel. A first launch counts and computes the constants, and the
+    second is that of :func:`adam_step`; unless ``found_inf`` is zero, nothing is counted either.
 
     Args:
-        buffers: As :func:`adam_step`, as are the following.
+        buffers: As for :func:`adam_step`, like the following.
         segments: In rising order; empty ones anywhere.
         grad_scale: A number, or a ``()`` fp32 tensor on the buffers' device.
-        found_inf: ``()`` fp32 there.
-        flush_denormals: Take and give zero for subnormal numbers, constants too.
+        found_inf: ``()`` fp32 on the buffers' device.
+        flush_denormals: Read and write subnormal numbers, also in constants, as zero.
 
     Raises:
         ValueError: As :func:`adam_step`.
@@ -248,7 +249,7 @@ def late_adam_step(
     module = cuda_kernels.usable_module(device)
     assert module is not None, "callers look for the kernel"
     _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
-    # Where a rank has no rows an address may lie anywhere, but counts are kept in the order given.
+    # A rank without rows may have empty segments anywhere; their steps are counted all the same.
     empty = [s for s in segments if s.start == s.stop]
     filled = [s for s in segments if s.start < s.stop]
     _check_segments([AdamSegment(s.start, s.stop, s.hyper) for s in filled], buffers.weight.numel())
@@ -277,17 +278,17 @@ def _late_arguments(segment: LateSegment) -> cuda_kernels.LateParameter:
 
 
 class AdamKernel:
-    """Run :func:`adam_step` on many buffers of one device: chosen and checked once.
+    """Run :func:`adam_step` on many buffers of one device; the kernel is chosen once.
 
     Args:
         device: Where the buffers are.
-        grad_scale: As :func:`adam_step`, as are the following.
-        found_inf: Read once, on the device or at the first call.
-        flush_denormals: Take and give zero for subnormal numbers.
+        grad_scale: As for :func:`adam_step`, like the following.
+        found_inf: Read by the kernel on the device, or by the host at each call.
+        flush_denormals: Read and write subnormal numbers as zero.
         num_threads: Threads on a CPU.
 
     Raises:
-        ValueError: As :func:`adam_step`.
+        ValueError: As for :func:`adam_step`.
     """
 
     def __init__(
@@ -299,32 +300,32 @@ class AdamKernel:
         flush_denormals: bool = True,
         num_threads: int | None = None,
     ) -> None:
-        # Read here, not at each call: the number is a setting of each thread, and a worker thread
-        # may call the kernel.
+        # Read here, not at each call: the number is a per-thread setting, and a worker thread may
+        # call the kernel.
         num_threads = torch.get_num_threads() if num_threads is None else num_threads
         check_positive("num_threads", num_threads)
         _check_scalars(device, grad_scale=grad_scale, found_inf=found_inf)
         self._grad_scale, self._flushes = grad_scale, flush_denormals
         self._run = _compiled(device, grad_scale, found_inf, flush_denormals, num_threads)
-        # The CUDA kernel reads it on the device; for others the host reads it before they write.
+        # The CUDA kernel reads the flag on the device; otherwise the host reads it before a call.
         is_read_there = self._run is not None and device.type != "cpu"
         self._found_inf = None if is_read_there else found_inf
 
     def __call__(
         self, buffers: AdamBuffers, hyper: AdamHyper | Sequence[AdamSegment], *, step: int
     ) -> None:
-        """Update weights and moments, in place or out of it.
+        """Update weights and moments, in place or out of place.
 
         Raises:
-            ValueError: As :func:`adam_step`.
-            RuntimeError: As :func:`adam_step`.
+            ValueError: As for :func:`adam_step`.
+            RuntimeError: As for :func:`adam_step`.
         """
         numel = buffers.weight.numel()
         segments = [AdamSegment(0, numel, hyper)] if isinstance(hyper, AdamHyper) else hyper
         check_positive("step", step)
         _check_segments(segments, numel)
         table = [(s.start, s.stop, AdamConstants.rounded(s.hyper, step)) for s in segments]
-        # item() waits for the device: it is called only where no kernel reads the flag there.
+        # item() waits for the device: it is called only if no kernel reads the flag there.
         if numel == 0 or (self._found_inf is not None and self._found_inf.item() != 0):
             return
         if self._run is None:
@@ -340,10 +341,10 @@ class AdamKernel:
         scale, device = self._grad_scale, buffers.weight.device
         scale = scale if isinstance(scale, torch.Tensor) else round_to_fp32(scale)
         with torch.no_grad(), reference.denormal_mode(self._flushes):
-            # The kernels flush all that they read, constants too; torch flushes tensors alone.
+            # The kernels flush all that they read, also constants; torch flushes only tensors.
             for start, stop, constants in table:
                 taken = constants.flushed() if self._flushes else constants
-                # Chunks stay on this thread: others have a flushing mode of their own.
+                # In chunks that torch runs on this thread: the flushing mode is per thread.
                 for chunk in reference.chunks(start, stop, device):
                     _step_in_torch(buffers, chunk, taken, scale)
 
@@ -359,18 +360,18 @@ def _compiled(
     # Chosen once for many buffers: looking for a kernel takes as long as a small step.
     cuda = cuda_kernels.usable_module(device)
     if cuda is not None:
-        # A tensor there is read by the kernel at its turn: the host need not wait for the norm.
+        # The kernel reads a tensor scale when it runs: the host need not wait for the norm.
         on_device = grad_scale if isinstance(grad_scale, torch.Tensor) else None
         on_host = 1.0 if isinstance(grad_scale, torch.Tensor) else round_to_fp32(grad_scale)
         options = {"grad_scale": on_host, "flush_denormals": flush_denormals}
         return lambda **arguments: cuda_kernels.launch_adam_step(
             cuda, arguments | options, device, grad_scale=on_device, found_inf=found_inf
         )
-    # On a CPU a scale tensor is read here: the native kernel takes numbers, and nothing waits.
+    # On a CPU the native kernel takes numbers, so a scale tensor is read below, without a wait.
     native = native_module() if device.type == "cpu" else None
     if native is None:
         return None
-    # The factor is rounded here, once: all kernels and the fallback multiply by the same.
+    # Rounded here: all kernels and the fallback multiply by the same number.
     scale = round_to_fp32(float(grad_scale))
     return functools.partial(
         native.adam_step,
@@ -383,7 +384,7 @@ def _compiled(
 def _native_arguments(
     buffers: AdamBuffers, table: Sequence[tuple[int, int, AdamConstants]]
 ) -> dict[str, Any]:
-    """Return the arguments for buffers and segments; addresses, so keep the buffers alive."""
+    """Return the kernel arguments for buffers and segments; keep the buffers alive meanwhile."""
     return {
         "weight": buffers.weight.data_ptr(),
         "grad": buffers.grad.data_ptr(),
@@ -396,7 +397,7 @@ def _native_arguments(
         "state_dtype": DTYPE_NAMES[buffers.exp_avg.dtype],
         "copy_out_dtype": "" if buffers.copy_out is None else DTYPE_NAMES[buffers.copy_out.dtype],
         "segments": [(start, stop, constants) for start, stop, constants in table],
-        # The CUDA kernel has no such arguments, and never gets buffers with them.
+        # The CUDA kernel lacks these arguments, and never gets such buffers.
         **{name: getattr(buffers, name).data_ptr() for name in buffers.new_names()},
     }
 
@@ -407,7 +408,7 @@ def _step_through_fp32(
     table: Sequence[tuple[int, int, AdamConstants]],
     call: Callable[..., None],
 ) -> None:
-    """Step with moments of two dtypes, which the kernels do not take, in chunks."""
+    """Step moments of two dtypes, which the kernels do not support, in chunks."""
     for start, stop, constants in table:
         for first in range(start, stop, _WIDE_NUMEL):
             part = buffers.narrow(first, min(first + _WIDE_NUMEL, stop))
@@ -435,7 +436,7 @@ def _step_in_torch(
         buffers.exp_avg_sq[chunk].float(),
         constants,
     )
-    # All three are computed before one is written: in place they are the inputs.
+    # Nothing is written before all three are computed: in place, the outputs are the inputs.
     into_weight, *into_moments = (output[chunk] for output in buffers.outputs)
     into_moments[0].copy_(moments[0])
     into_moments[1].copy_(moments[1])
@@ -444,7 +445,7 @@ def _step_in_torch(
         if buffers.copy_out is not None:
             buffers.copy_out[chunk].copy_(weight)
     else:
-        # Rounding its bits could make infinity or zero of a NaN with a payload.
+        # Plain NaNs first: rounding the bits of a NaN with a payload could give infinity or zero.
         high, rest = reference.fp32_to_halves(reference.plain_nans(weight))
         stored.copy_(high)
         low.copy_(rest)
@@ -475,7 +476,7 @@ def check_flat(
     """Check a buffer of a kernel.
 
     Args:
-        name: Of the argument, for the message.
+        name: Name of the argument, for the message.
         tensor: The buffer.
         dtypes: Dtypes that it may have.
         numel: Elements that it must have.
@@ -508,7 +509,7 @@ def _check_scalars(device: torch.device, **scalars: object) -> None:
     for name, scalar in scalars.items():
         if not isinstance(scalar, torch.Tensor):
             continue
-        # The kernel reads four bytes at its address.
+        # Checked, as the kernel reads four bytes at the address.
         if scalar.shape != () or scalar.dtype != torch.float32 or scalar.device != device:
             raise ValueError(
                 expected(

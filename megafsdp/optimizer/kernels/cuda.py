@@ -1,8 +1,8 @@
 """Launches of the compiled CUDA kernels on the caller's current stream.
 
-This file chooses device and stream and allocates what a launch needs besides its buffers. They are
-checked in adam_kernel.py and square_sum.py, which decide on a launch; nothing here waits for the
-device.
+This file chooses device and stream and allocates what a launch needs besides its buffers.
+adam_kernel.py and square_sum.py check the buffers and decide on a launch; nothing here waits for
+the device.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from megafsdp._native import current_stream, usable_cuda_module
 
-# Counted of Adam on fp32 buffers.
+# Counted for Adam on fp32 buffers.
 _COST = (
     "a step is 74 torch operators that move 900 bytes an element instead of a kernel that moves 28"
 )
-# Addresses of a count of steps and of a rate in fp64, or 0; the rate, both betas and the decay;
-# whether it is AdamW, and corrects for the bias.
+# Addresses of a count of steps and of a learning rate in fp64 (or 0); the rate, both betas and the
+# decay as numbers; adam_w_mode and bias_correction.
 LateParameter = tuple[int, int, tuple[float, float, float, float], tuple[bool, bool]]
 
 
 def usable_module(device: torch.device) -> ModuleType | None:
     """Return the CUDA kernels if they are built and run on a device; else None.
 
-    For a device of CUDA it is reported once that they are not built, or cannot run there, for an
+    For a CUDA device it is reported once if they are not built or cannot run there, because of an
     old driver or an architecture that they were not compiled for.
     """
     return usable_cuda_module(device, "megafsdp.optimizer", _COST)
@@ -41,21 +41,23 @@ def launch_adam_step(
     found_inf: torch.Tensor | None,
     late: Sequence[LateParameter] = (),
 ) -> None:
-    """Launch one step; allocates nothing but the constants that are computed on the device.
+    """Launch one step; allocates only the constants that are computed on the device.
 
     Args:
         module: From :func:`usable_module`.
-        arguments: What the kernels of CPU and CUDA both take: addresses, dtypes, segments, factors.
+        arguments: Arguments of both the CPU and the CUDA kernel: addresses, dtypes, segments,
+            factors.
         device: Where the buffers are.
-        grad_scale: ``()`` fp32 there; replaces the number in ``arguments``.
-        found_inf: ``()`` fp32 there; the kernel does nothing unless it is zero.
-        late: For each segment what its constants are computed of there; none if they are given.
+        grad_scale: ``()`` fp32 on the device; replaces the number in ``arguments``.
+        found_inf: ``()`` fp32 on the device; the kernel does nothing unless it is zero.
+        late: For each segment, the inputs from which the device computes its constants; empty if
+            the constants are given.
 
     Raises:
         RuntimeError: CUDA refuses the launch.
     """
     with current_stream(device) as stream:
-        # Freed at return, before the kernel runs: only later work of this stream gets the memory.
+        # Freed at return, before the kernel runs; only later work of this stream reuses the memory.
         constants = torch.empty((len(late), 8), dtype=torch.float32, device=device)
         module.adam_step(
             **arguments,
@@ -73,7 +75,7 @@ def launch_sums_of_squares(module: ModuleType, buffers: Sequence[torch.Tensor]) 
     """Launch the sums of squares of non-empty flat tensors of one device, all at once.
 
     Returns:
-        ``(buffers,)`` fp64 there.
+        ``(buffers,)`` fp64 on that device.
 
     Raises:
         RuntimeError: CUDA refuses a launch.

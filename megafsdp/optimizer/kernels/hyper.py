@@ -1,6 +1,6 @@
 """Hyperparameters of Adam, and the constants of one step that follow from them.
 
-Both are plain numbers, checked here; no tensor and no optimizer.
+Both are plain numbers, checked here; no tensors and no optimizers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AdamHyper:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], *, adam_w_mode: bool) -> AdamHyper:
-        """Read a parameter group of an optimizer; tensors are read by the host."""
+        """Read a parameter group of an optimizer; the host reads tensors."""
         # float() waits for a tensor on a device; a captured step passes a number instead.
         beta1, beta2 = group["betas"]
         return cls(
@@ -56,7 +56,7 @@ class AdamHyper:
             ValueError: The learning rate is not finite, another is negative or NaN, or a beta is 1
                 or more.
         """
-        # Schedulers that end at 0 may miss it by rounding, on either side.
+        # abs(): schedulers that end at 0 may end slightly below it by rounding.
         _check_range("lr", abs(self.lr), math.inf)
         for name in ("eps", "weight_decay"):
             _check_range(name, getattr(self, name), math.inf)
@@ -65,15 +65,15 @@ class AdamHyper:
 
 
 class AdamConstants(NamedTuple):
-    """The numbers that one update needs, computed in double and rounded to fp32 once.
+    """The numbers that one update needs, computed in fp64 and rounded to fp32 once.
 
-    A tuple in the order in which the kernels take them.
+    They are in the order in which the kernels take them.
 
     Attributes:
         decay: Factor of the weight, ``1 - lr * weight_decay``; 1 with L2 regularisation.
-        l2: Factor of the weight that is added to the gradient; 0 with decoupled decay.
-        lerp: ``1 - beta1`` if that is below a half; else ``-beta1``, and the moment is reached from
-            the gradient instead of from its old value.
+        l2: ``weight_decay`` if L2 regularisation adds it times the weight to the gradient; else 0.
+        lerp: ``1 - beta1`` if that is below a half; else ``-beta1``, and the moment is interpolated
+            from the gradient instead of from its old value.
         beta2: As given.
         square: ``1 - beta2``.
         root: Square root of the bias correction of ``exp_avg_sq``.
@@ -91,7 +91,7 @@ class AdamConstants(NamedTuple):
     step_size: float
 
     def flushed(self) -> AdamConstants:
-        """Return the constants with zero for subnormal ones, as a flushing processor reads them."""
+        """Return the constants with subnormal ones as zero, as a flushing processor reads them."""
         return AdamConstants(*(n if abs(n) >= 2.0**-126 else 0.0 for n in self))
 
     @classmethod
@@ -106,7 +106,7 @@ class AdamConstants(NamedTuple):
         exact = (
             1 - lr * decay if hyper.adam_w_mode else 1.0,
             0.0 if hyper.adam_w_mode else decay,
-            # torch.lerp goes from the nearer end, and rounds accordingly.
+            # torch.lerp interpolates from the nearer end, and rounds accordingly.
             lerp if lerp < 0.5 else lerp - 1,
             beta2,
             1 - beta2,
@@ -123,7 +123,7 @@ def round_to_fp32(value: float) -> float:
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
-        # As a cast in torch does, where struct raises.
+        # Infinity, as from a cast in torch; struct raises.
         return value * float("inf")
 
 

@@ -1,8 +1,8 @@
 """Adam and AdamW in plain torch, operation by operation: the definition of every kernel's bits.
 
-Kernels are tested against this file, and it runs where nothing is compiled. It has flat tensors and
-one set of constants; segments, checks and the choice of a kernel are in adam_kernel.py, states of
-optimizers in optimizer/states.
+Kernels are tested against this file, and it runs where nothing is compiled. It takes flat tensors
+and one set of constants; segments, checks and the choice of a kernel are in adam_kernel.py, states
+of optimizers in optimizer/states.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from megafsdp.optimizer.kernels.hyper import AdamConstants
 
-# torch runs an operation on fewer elements than 32768 in the calling thread, the only one in which
-# set_flush_denormal() has effect.
+# torch runs an operation on fewer than 32768 elements in the calling thread; set_flush_denormal()
+# has effect only in that thread.
 _CHUNK_NUMEL = 1 << 14
-# Bounds what an update allocates on a device: a few times 8 bytes an element.
+# Bounds what an update allocates on a device: a few times 8 bytes per element.
 _DEVICE_CHUNK_NUMEL = 1 << 22
 _NUM_LANES = 16
 _LANE_NUMEL = 256
@@ -35,9 +35,9 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the weight and both moments after one step; all tensors fp32, none is changed.
 
-    Constants may be 0-dim fp32 tensors as well, but for ``l2`` and ``lerp``.
+    Constants except ``l2`` and ``lerp`` may also be 0-dim fp32 tensors.
 
-    Every line rounds as often as it has operations, ``_fma`` counting as one.
+    Every line rounds as often as it has operations; ``_fma`` counts as one.
     """
     c = constants
     if c.l2 != 0:
@@ -45,9 +45,9 @@ def update(
     weight = weight * c.decay
     exp_avg = _fma(grad - exp_avg, c.lerp, exp_avg if c.lerp > 0 else grad)
     exp_avg_sq = _fma(grad * c.square, grad, exp_avg_sq * c.beta2)
-    # Through double: MKL's fp32 root ignores the flushing mode. Rounding twice changes no root.
+    # Through fp64: MKL's fp32 root ignores the flushing mode. Rounding twice changes no root.
     root = exp_avg_sq.double().sqrt().float()
-    # By a tensor: CUDA multiplies by the reciprocal of a number instead.
+    # Divided by a tensor: CUDA would multiply by the reciprocal of a number instead.
     divisor = root.new_full((), c.root) if isinstance(c.root, float) else c.root
     denominator = root / divisor + c.eps
     return weight - exp_avg * c.step_size / denominator, exp_avg, exp_avg_sq
@@ -56,10 +56,10 @@ def update(
 def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:
     """Return ``a * b + c`` rounded to fp32 once.
 
-    The product is exact in double. Their sum is rounded to odd, after which rounding to fp32 gives
-    what rounding the exact sum would.
+    The product is exact in fp64. The sum is rounded to odd; rounding that to fp32 gives the same as
+    rounding the exact sum.
     """
-    # 24 bits times 24 bits fit into the 53 of a double.
+    # 24 bits times 24 bits fit into the 53 bits of fp64.
     product, addend = a.double() * b, c.double()
     total = product + addend
     back = total - product
@@ -73,7 +73,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Ten
 @contextlib.contextmanager
 def denormal_mode(flushes: bool) -> Iterator[None]:
     """Flush subnormal numbers to zero on this thread, or keep them; restore the mode at the end."""
-    # torch has no getter of the mode: a product that is subnormal shows it.
+    # torch has no getter for the mode: a product that would be subnormal shows it.
     small = torch.full((1,), 2.0**-120, dtype=torch.float32, device="cpu")
     was_on = small.mul_(2.0**-20).item() == 0
     torch.set_flush_denormal(flushes)
@@ -86,29 +86,29 @@ def denormal_mode(flushes: bool) -> Iterator[None]:
 def fp32_to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split fp32 values into bf16 values and int16 remainders, without loss.
 
-    The bf16 value is the nearest one; of two equally near, the one further from zero.
+    The bf16 value is the nearest one; a tie goes away from zero.
     """
     bits = values.view(torch.int32)
-    # The cast to int16 wraps: the remainder is negative where the high half was rounded up.
+    # The cast to int16 wraps: the remainder is negative if the high half was rounded up.
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def plain_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values with one NaN for all: the bits of another, rounded, may be no NaN."""
+    """Return fp32 values with one NaN for all: rounding the bits of others may give no NaN."""
     return values.masked_fill(values.isnan(), torch.nan)
 
 
 def halves_to_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values that :func:`fp32_to_halves` took apart, to the last bit."""
+    """Return the fp32 values that :func:`fp32_to_halves` split, bit for bit."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder
     return bits.view(torch.float32)
 
 
 def join_weights(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 weights of two halves, of which others may have written the high one.
+    """Return the fp32 weights of two halves; the high one may have been changed by others.
 
-    A high half of zero with a negative remainder counts as zero: no number splits into these, and
-    their bits are those of a NaN. They arise where others have set the weight to zero.
+    A high half of zero with a negative remainder counts as zero: no number splits into these
+    halves, and their bits are those of a NaN. They arise when others set the weight to zero.
     """
     is_another = (high == 0) & (remainder < 0)
     return halves_to_fp32(high, remainder.masked_fill(is_another, 0))
@@ -117,13 +117,13 @@ def join_weights(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares as a ``()`` fp64 tensor, added in a fixed order; waits for nothing.
 
-    Element ``i`` of a block of 4096 goes to lane ``i % 16``; each lane runs upwards, then lanes
-    are added in order to the sum of the block. Each run of 256 sums is added in order to one sum,
-    and so on until one is left.
+    Element ``i`` of a block of 4096 belongs to lane ``i % 16``. Each lane is added in rising order,
+    then the lanes in order give the sum of the block. Each run of 256 sums is added in order to one
+    sum, and so on until one is left.
     """
     block_numel = _NUM_LANES * _LANE_NUMEL
     squares = values.double().square()
-    # Zeros change no sum, and let every block have all lanes.
+    # Pad with zeros, which change no sum, so that every block has all lanes.
     squares = torch.nn.functional.pad(squares, (0, -values.numel() % block_numel))
     rows = squares.view(-1, _LANE_NUMEL, _NUM_LANES)
     lanes = functools.reduce(operator.add, rows.unbind(1), torch.zeros_like(rows[:, 0]))
@@ -135,7 +135,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices: on a CPU small enough for torch to stay on the calling thread."""
+    """Yield slices, which on a CPU are small enough for torch to stay on the calling thread."""
     numel = _CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
     for first in range(start, stop, numel):
         yield slice(first, min(first + numel, stop))

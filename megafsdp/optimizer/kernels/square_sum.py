@@ -1,6 +1,6 @@
-"""Sums of squares of flat tensors: compiled where possible, else in torch, always the same bits.
+"""Sums of squares of flat tensors, by a compiled kernel if possible, else in torch; the same bits.
 
-reference.py defines the order of the additions, which is that of the compiled kernels too.
+reference.py defines the order of the additions; the compiled kernels use the same order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megafsdp.optimizer.kernels.adam_kernel import (
 def sum_of_squares(values: torch.Tensor, *, num_threads: int | None = None) -> float:
     """Return the sum of squares of a ``(numel,)`` tensor; fp32, bf16 or fp16; local.
 
-    Squares are exact and are added in double in an order that depends on nothing but their
-    positions. The sum of finite values cannot overflow: it is not finite if and only if one of the
-    values is not. Waits for a device; :func:`device_sum_of_squares` does not.
+    Squares are exact and are added in fp64, in an order that depends only on their positions. The
+    sum of finite values cannot overflow: it is not finite if and only if one of the values is not.
+    Waits for a device; :func:`device_sum_of_squares` does not.
 
     Raises:
         ValueError: The tensor is not flat, contiguous and of one of these dtypes, or
@@ -50,7 +50,7 @@ def device_sum_of_squares(values: torch.Tensor, *, num_threads: int | None = Non
     check_positive("num_threads", num_threads)
     numel, device = values.numel(), values.device
     check_flat("values", values, VALUE_DTYPES, numel=numel, device=device)
-    # Empty tensors have no address that a kernel may take.
+    # Empty tensors have no valid address for a kernel.
     cuda = cuda_kernels.usable_module(device) if numel > 0 else None
     if cuda is not None:
         return cuda_kernels.launch_sums_of_squares(cuda, [values])[0]
@@ -70,18 +70,18 @@ def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
     """Return :func:`device_sum_of_squares`, and keep it for :func:`known_square_sums`.
 
     Args:
-        values: A flat tensor whose writers bump its version counter, as those of main gradients do.
+        values: A flat tensor whose writers bump its version counter, such as a main gradient.
     """
     total = device_sum_of_squares(values)
-    # An attribute of the tensor lives as long as the gradient: no table must be cleared.
+    # Kept in an attribute, which lives as long as the gradient: there is no table to clear.
     values._megafsdp_square_sum = (version_of(values), total)  # type: ignore[attr-defined]
     return total
 
 
 def known_square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sums of squares of contiguous tensors of one device, none of them empty.
+    """Return the sums of squares of contiguous, non-empty tensors of one device.
 
-    Those that were kept and are still valid are not computed again; on CUDA all others are at once.
+    Kept sums that are still valid are not computed again; CUDA computes all others in one launch.
 
     Returns:
         ``(tensors,)`` fp64 on the device.
@@ -104,7 +104,7 @@ def known_square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _kept_square_sum(values: torch.Tensor) -> torch.Tensor | None:
     known: tuple[int, torch.Tensor] | None = getattr(values, "_megafsdp_square_sum", None)
-    # A gradient that was changed in place since, by a scaler or a user, has another sum.
+    # If a scaler or a user has changed the gradient in place since, the sum is stale.
     return known[1] if known is not None and known[0] == version_of(values) else None
 
 
