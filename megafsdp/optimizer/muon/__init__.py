@@ -1,4 +1,4 @@
-"""Muon: momentum that is orthogonalised, each matrix by one owner rank.
+"""Muon: orthogonalised momentum; one owner rank orthogonalises each matrix.
 
 The sub-package has the optimizer, the matrices that it forms from shards, their exchange between
 ranks, and the Newton-Schulz iteration.

@@ -1,6 +1,6 @@
-"""Checks of what Muon is given: the options of parameter groups, and their parameters.
+"""Checks of Muon's inputs: the options of parameter groups, and their parameters.
 
-Gradients are checked as those of FusedAdam, state dicts in states/loading.py.
+Gradients are checked as FusedAdam's are, state dicts in states/loading.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.muon.matrices import SPLITS, is_for_muon
 from megafsdp.optimizer.muon.newton_schulz import LR_RULES
 
-# Those in which torch multiplies matrices on any device.
+# Dtypes in which torch multiplies matrices on any device; None chooses by device.
 _NS_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_rounds(ns_dtype: torch.dtype | None, bucket_numel: int) -> None:
-    """Check the options of all groups, by which matrices travel.
+    """Check the options of the exchange, which are the same for all groups.
 
     Raises:
-        ValueError: One has no meaning.
+        ValueError: An option is out of range.
     """
     limits: dict[str, tuple[object, bool, str]] = {
         "ns_dtype": (ns_dtype, ns_dtype in _NS_DTYPES, f"one of {_NS_DTYPES}"),
@@ -38,7 +38,7 @@ def check_group(group: dict[str, Any], index: int) -> None:
     """Check the options and parameters of a parameter group that is added.
 
     Raises:
-        ValueError: An option has no meaning, or a parameter is none that Muon can step.
+        ValueError: An option is out of range, or Muon cannot step a parameter.
         NotImplementedError: A parameter is a DTensor that megafsdp did not cut.
     """
     check_options(group, index)
@@ -52,11 +52,11 @@ def check_options(group: dict[str, Any], index: int, *, is_new: bool = True) -> 
     Args:
         group: The group.
         index: Its number.
-        is_new: False where it is stepped: schedulers that end at a rate of 0 may miss it by
-            rounding, and a rate on a device is not read.
+        is_new: False in a step: then a rate on a device is not read, and a rate may be negative, as
+            schedulers that end at 0 may end slightly below it by rounding.
 
     Raises:
-        ValueError: One has no meaning.
+        ValueError: An option is out of range.
     """
     lr = group["lr"]
     is_late = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and not is_new
@@ -85,10 +85,14 @@ def check_options(group: dict[str, Any], index: int, *, is_new: bool = True) -> 
 
 
 def _require(limits: dict[str, tuple[object, bool, str]], where: str) -> None:
-    """Raise for the first option that is not sound; each has a value, whether it is, and what is.
+    """Raise for the first unsound option.
+
+    Args:
+        limits: Value, whether it is sound, and what would be, by name.
+        where: Owner of the options, for the message.
 
     Raises:
-        ValueError: There is one.
+        ValueError: An option is not sound.
     """
     for name, (value, is_sound, what) in limits.items():
         if not is_sound:
@@ -113,7 +117,7 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 hint="Put it into a group with use_muon=False",
             )
         )
-    # The parameters of a group are DTensors: a plain tensor of one is a local parameter.
+    # The parameters of a group are DTensors: a plain tensor with a group is a local parameter.
     is_local = not isinstance(parameter, DTensor) and group_of(parameter) is not None
     if group["use_muon"] and is_local:
         raise ValueError(
@@ -124,7 +128,7 @@ def _check_parameter(parameter: torch.Tensor, group: dict[str, Any], index: int)
                 hint="Give Muon model.parameters(), or put it into a group with use_muon=False",
             )
         )
-    # The cuts of other DTensors do not follow rows of a flat buffer.
+    # Other DTensors are not cut along rows of a flat buffer.
     is_ours = not isinstance(parameter, DTensor) or all(
         placement.is_replicate() for placement in parameter.placements
     )

@@ -1,10 +1,11 @@
-"""The matrices of a parameter that Muon steps: itself, each of a stack, and their fused parts.
+"""The matrices that Muon steps: a 2-D parameter, each matrix of a stack, and their fused parts.
 
-A matrix that a model axis cuts is the whole one too. It travels in the order (rank of the axis,
-row, column), in which each rank's elements are one range, and its owner puts it together. Example:
-of a (2, 4) matrix whose columns tp cuts, rows A and B, the message is ``A0 A1 B0 B1 A2 A3 B2 B3``.
+If a model axis cuts a matrix, Muon still steps the whole matrix. It is sent in the order (rank of
+the axis, row, column), in which each rank's elements are one range, and its owner joins it.
+Example: for a (2, 4) matrix with rows A and B, whose columns tp cuts, the message is
+``A0 A1 B0 B1 A2 A3 B2 B3``.
 
-This file finds a matrix in its parameter and makes it an update once it is whole; it calls no
+This file finds a matrix in its parameter, and replaces a whole matrix by its update; it calls no
 collective.
 """
 
@@ -36,11 +37,11 @@ class Matrix:
     Attributes:
         parameter: The parameter, sharded or not.
         param_group: Its options.
-        offset: First element within the parameter, or within this rank's part of it.
+        offset: First element within the parameter, or within this rank's model part of it.
         shape: Rows and columns.
-        fused: Logical matrices inside it; None means it is one.
-        fused_dim: Dimension, 0 or 1, along which they lie.
-        part: This rank's part of the matrix, where a model axis cuts it; None where it does not.
+        fused: Logical matrices inside it; None means that it is a single one.
+        fused_dim: The dimension, 0 or 1, that joins them.
+        part: This rank's part of the matrix if a model axis cuts it, else None.
     """
 
     parameter: torch.Tensor
@@ -58,22 +59,22 @@ class Matrix:
 
     @property
     def by_group(self) -> bool:
-        """Return whether every repetition of a fused part is a matrix of its own."""
+        """Return whether the pieces of a fused part in each group are matrices of their own."""
         return self.param_group["split_fused"] == "groups"
 
     def cut(self) -> CutMatrix:
-        """Return the ranges of the matrix on each rank, and the cost of its owner.
+        """Return the ranges of the matrix on each rank, and the cost for its owner.
 
-        Of a matrix that a model axis cuts, the one range is this rank's.
+        If a model axis cuts the matrix, only this rank's range is known here.
         """
         shapes = part_shapes(self.shape, self.fused, self.fused_dim, by_group=self.by_group)
-        # Products with the shorter side take nearly all of the time; one of them is counted.
+        # Products over the shorter side take nearly all of the time; the cost is that of one.
         cost = float(sum(r * c * min(r, c) for r, c in shapes))
         if not isinstance(self.parameter, UnevenDTensor):
             return CutMatrix(self.numel, cost, ((0, self.numel),))
         layout = self.parameter.uneven_layout
         shards = [layout.shard] if self.part is not None else self.parameter.shards_by_rank()
-        # The layout gives the ranges of all shards of this rank's part, so none is communicated.
+        # The layout gives the ranges of all shards of this rank's part, without communication.
         ranges = map(layout.element_range, shards)
         cuts = ((self._within(start), self._within(stop)) for start, stop in ranges)
         return CutMatrix(self.numel, cost, tuple(cuts))
@@ -90,9 +91,9 @@ class Matrix:
         return sum(self.part.of_rank(rank).local_numel for rank in range(self.part.rank))
 
     def local_range(self, start: int, stop: int) -> slice:
-        """Return where elements [start, stop) of the matrix lie in this rank's flat rows.
+        """Return the place of elements [start, stop) of the matrix in this rank's flat rows.
 
-        They are counted as they lie in a message.
+        ``start`` and ``stop`` count in the order of a message.
         """
         first = self._first
         # A rank's rows may begin in an earlier matrix of the stack, or inside this one.
@@ -101,7 +102,7 @@ class Matrix:
         return slice(self.offset + start - first, self.offset + stop - first)
 
     def orthogonalize_(self, message: torch.Tensor) -> None:
-        """Replace the matrix, all of it as it lies in a message, by its update."""
+        """Replace a whole matrix, in the order of a message, by its update."""
         if self.part is None:
             self.orthogonalize_parts_(message.view(self.shape))
             return
@@ -114,14 +115,14 @@ class Matrix:
             piece.copy_(part.cut(whole))
 
     def orthogonalize_parts_(self, whole: torch.Tensor) -> None:
-        """Replace each logical matrix by its update, to be applied with the whole's rate."""
+        """Replace each logical matrix by its update, scaled for the rate of the whole matrix."""
         options, dim = self.param_group, self.fused_dim
         for part in part_views(whole, self.fused, dim, by_group=self.by_group):
             flat = part.flatten(dim, dim + 1)
             update = orthogonalize(
                 flat, options["ns_coefficients"], options["ns_steps"], options["eps"]
             )
-            # The caller applies one rate, that of the whole shape; a part has another ratio.
+            # The caller applies the rate for the whole shape; a part's shape has another ratio.
             if self.fused is not None:
                 rule = options["adjust_lr_fn"]
                 update = update * (lr_ratio(rule, *flat.shape) / lr_ratio(rule, *self.shape))
@@ -132,17 +133,17 @@ class Matrix:
 def flat_elements(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor's elements in row-major order, whatever its strides, to be changed in place.
 
-    Allocates a copy for the time of the change where the tensor is not contiguous.
+    If the tensor is not contiguous, this is a copy that is written back at the end.
     """
     flat = tensor.reshape(-1)
     yield flat
-    # reshape() has made a copy: what was changed in it must come back.
+    # reshape() has made a copy: write it back.
     if not tensor.is_contiguous() and flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
 
 def is_for_muon(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Return whether Muon steps a parameter of a group; AdamW does otherwise."""
+    """Return whether Muon steps a parameter of a group; otherwise AdamW does."""
     return group["use_muon"] and parameter.ndim > 1
 
 
@@ -150,7 +151,7 @@ def matrices_of(parameter: torch.Tensor, group: dict[str, Any]) -> list[Matrix]:
     """Return the matrices of a parameter that Muon steps, in order."""
     fused = annotation_of(parameter).fused if group["split_fused"] != "none" else None
     dim = 0 if fused is None else fused.dim - (parameter.ndim - 2)
-    # Parts along the dimension of the stack are whole matrices.
+    # Parts along the stack's dimension consist of whole matrices.
     if dim < 0:
         fused, dim = None, 0
     shape, local = (parameter.shape[-2], parameter.shape[-1]), tuple(parameter.shape)
@@ -174,7 +175,7 @@ def _is_within_a_rank(part: ModelPart) -> bool:
 
 
 def ranks_that_divide(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that together have each matrix of a parameter; None if each has all.
+    """Return the ranks that divide each matrix of a parameter; None if each rank has all of it.
 
     Collective over all ranks of the job on first use with several axes.
     """

@@ -1,10 +1,10 @@
 """Muon for sharded matrices, with AdamW for everything else.
 
-Weights and momentum stay where the flat buffers put them. For a step each matrix of the momentum
-travels to one owner among the ranks that divide it, is orthogonalised there, and the update travels
-back: see docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. exchange.py moves
-matrices, matrices.py finds them in parameters, newton_schulz.py orthogonalises them, and checks.py
-checks what a user gives.
+Weights and momentum stay in their flat buffers. In a step, each matrix of the momentum is sent to
+one owner among the ranks that divide it and orthogonalised there, and the update is sent back: see
+docs/design, "Muon". The arithmetic is that of ``torch.optim.Muon``. exchange.py moves matrices,
+matrices.py finds them in parameters, newton_schulz.py orthogonalises them, and checks.py checks the
+user's input.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ class Muon(Optimizer):
     output heads should be there) are stepped by AdamW. Every option below but ``ns_dtype`` and
     ``bucket_numel`` may be set by group.
 
-    Collective: two all-to-alls a round for each process group that divides parameters, called by
-    all ranks alike. Allocates at most three times ``bucket_numel`` elements, or the largest
-    matrix, in ``ns_dtype``, beside what orthogonalisation needs.
+    Collective: two all-to-alls per round for each process group that divides parameters, called by
+    all ranks alike. Beside what orthogonalisation needs, it allocates at most three times
+    ``bucket_numel`` elements in ``ns_dtype``, or three times the largest matrix if that is larger.
 
     Args:
         params: Parameters or groups of them.
-        lr: Learning rate of both.
-        weight_decay: Decoupled weight decay of both.
+        lr: Learning rate of Muon and AdamW.
+        weight_decay: Decoupled weight decay of Muon and AdamW.
         momentum: Weight of the old momentum in the average.
-        nesterov: Orthogonalise the average of the gradient and the momentum, not the momentum.
+        nesterov: Orthogonalise the average of gradient and momentum instead of the momentum.
         ns_coefficients: Coefficients of the quintic.
         eps: Floor of the norm that a matrix is divided by.
         ns_steps: Newton-Schulz steps.
         adjust_lr_fn: How the learning rate follows a matrix's shape: ``"original"`` (None),
             ``sqrt(max(1, rows / cols))``, or ``"match_rms_adamw"``, ``0.2 sqrt(max(rows, cols))``.
         use_muon: False steps the group's matrices by AdamW too.
-        split_fused: Which matrices a fused parameter is: ``"parts"``, one for each annotated part;
+        split_fused: The matrices of a fused parameter: ``"parts"``, one for each annotated part;
             ``"groups"``, one for each part of each group; ``"none"``, one.
-        betas: AdamW's.
-        adamw_eps: AdamW's.
-        ns_dtype: Dtype in which matrices travel and are orthogonalised; None means bf16 on
+        betas: Betas of AdamW.
+        adamw_eps: Epsilon of AdamW.
+        ns_dtype: Dtype in which matrices are sent and orthogonalised; None means bf16 on
             accelerators and fp32 on the CPU.
-        bucket_numel: Elements of the matrices that a rank owns in a round; one matrix at least.
+        bucket_numel: Elements of the matrices that a rank owns in a round; at least one matrix.
 
     Raises:
-        ValueError: An option has no meaning, or a parameter for Muon has more than 3 dimensions or
+        ValueError: An option is out of range, or a parameter for Muon has more than 3 dimensions or
             is one of ``local_parameters()``.
         NotImplementedError: A parameter is a DTensor that megafsdp did not cut.
     """
@@ -109,7 +109,7 @@ class Muon(Optimizer):
         self._ns_dtype = ns_dtype
         self._bucket_numel = bucket_numel
         self._plans: dict[tuple[object, ...], dict[dist.ProcessGroup | None, _Plan]] = {}
-        # Each may differ by group, and is saved with it; ns_dtype and bucket_numel may not.
+        # These may differ by group and are saved with it, unlike ns_dtype and bucket_numel.
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -127,7 +127,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy of the optimizer, which makes its own plans."""
+        """Return the attributes for a copy of the optimizer; the copy makes its own plans."""
         # Plans refer to process groups, which cannot be copied.
         sizes = {"_ns_dtype": self._ns_dtype, "_bucket_numel": self._bucket_numel}
         return {**super().__getstate__(), **sizes, "_plans": {}}
@@ -143,28 +143,28 @@ class Muon(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state dict of an optimizer of this class or of ``torch.optim.Muon``; local.
+        """Load the state dict of an optimizer of this class or of ``torch.optim.Muon``; local.
 
         Args:
             state_dict: Its states are DTensors like the parameters, or plain tensors of this
                 rank's rows.
 
         Raises:
-            ValueError: Its groups, states or shapes are not this optimizer's.
-            NotImplementedError: A state of a sharded parameter is whole, or torch has cut it.
+            ValueError: Its groups, states or shapes do not fit this optimizer.
+            NotImplementedError: A state of a sharded parameter is whole, or torch has sharded it.
         """
 
-        # After the hooks of others, which may replace what is loaded.
+        # Runs after other hooks, which may replace what is loaded.
         def check(_: Optimizer, packed: dict[str, Any]) -> None:
             check_loaded_states(packed, self.param_groups, lambda _: ("step", *_STATES))
 
         with self.register_load_state_dict_pre_hook(check):
             super().load_state_dict(state_dict)
-        # torch.optim.Muon has fewer options, and plain states where these are DTensors.
+        # torch.optim.Muon has fewer options, and its states may be plain tensors, ours DTensors.
         fill_options(self.param_groups, self.defaults)
         for parameter, state in self.state.items():
             for name, value in state.items():
-                # A copy: the caller may use the state dict further, or load it twice.
+                # A copy: the caller may still use the state dict, or load it twice.
                 if name in _STATES:
                     rows = local_tensor(value).reshape(local_tensor(parameter).shape)
                     state[name] = wrap_like(parameter, rows.clone())
@@ -173,9 +173,9 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Give each trainable parameter the states with which its first step begins; local.
+        """Give each trainable parameter without states those of its first step; local.
 
-        For loads that fill states in place and find no others. States that are there stay.
+        Loads that fill states in place need this: they find only existing states.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -183,13 +183,13 @@ class Muon(Optimizer):
                     self._make_state(parameter, group)
 
     def _make_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        # Those of the other rule may be there, from a checkpoint or another use_muon.
+        # There may be states of the other algorithm, from a checkpoint or another use_muon.
         names = ("momentum_buffer",) if is_for_muon(parameter, group) else _MOMENTS
         if names[-1] in self.state[parameter]:
             return
         state = {}
         if names is _MOMENTS:
-            # adamw() reads the count on the host: one on a device would make each step wait.
+            # On the host, where adamw() reads it: a count on a device would make each step wait.
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         self.state[parameter] = state | {name: torch.zeros_like(parameter) for name in names}
 
@@ -199,14 +199,15 @@ class Muon(Optimizer):
         """Step all parameters that have a gradient; called by all ranks alike.
 
         Raises:
-            ValueError: An option of a group has no meaning; nothing has changed.
-            RuntimeError: A gradient is not kept as its parameter is; nothing has changed.
+            ValueError: An option of a group is out of range; nothing has changed.
+            RuntimeError: A gradient is sparse, or not a DTensor like its parameter; nothing has
+                changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Before anything changes: an error in the middle would leave ranks with different weights.
+        # Checked before anything changes: a later error would leave ranks with different weights.
         for index, group in enumerate(self.param_groups):
             check_options(group, index, is_new=False)
             for parameter in group["params"]:
@@ -218,7 +219,7 @@ class Muon(Optimizer):
             matrices = [p for p in with_grad if is_for_muon(p, group)]
             self._step_adamw([p for p in with_grad if not is_for_muon(p, group)], group)
             for parameter in matrices:
-                # Decay comes before the update, as in torch; the rounds below only add to weights.
+                # Decay before the update, as in torch; the rounds below only add to weights.
                 local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
                 self._make_state(parameter, group)
             stepped += [(p, group) for p in matrices]
@@ -231,7 +232,7 @@ class Muon(Optimizer):
         self, stepped: list[tuple[torch.Tensor, dict[str, Any]]]
     ) -> dict[dist.ProcessGroup | None, _Plan]:
         """Return the plan of each process group; made once for the same set of parameters."""
-        # By identity: cheap, and the plan keeps the parameters, so that no id is used again.
+        # By identity, which is cheap; the plan keeps the parameters, so no id is reused.
         key = tuple((id(p), id(group), group["split_fused"]) for p, group in stepped)
         if key not in self._plans:
             by_group: dict[dist.ProcessGroup | None, list[Matrix]] = {}
@@ -246,7 +247,7 @@ class Muon(Optimizer):
         cuts = [matrix.cut() for matrix in matrices]
         if group is not None and any(matrix.part is not None for matrix in matrices):
             cuts = _with_all_ranges(matrices, cuts, group)
-        # Replicated and plain matrices take the same path, in rounds that send nothing.
+        # Replicated and plain matrices go the same way, in rounds that send nothing.
         num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         owners = choose_owners(cuts, num_ranks)
         rounds = choose_rounds(cuts, owners, num_ranks, self._bucket_numel)
@@ -254,15 +255,15 @@ class Muon(Optimizer):
 
     def _run_round(self, matrices: list[Matrix], each: Round) -> None:
         device = _device_of(matrices[0].parameter)
-        # bf16 is enough for the iteration, and fast on a GPU; on a CPU it is slow.
+        # bf16 is precise enough for the iteration, and fast on a GPU but slow on a CPU.
         dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        # Momentum is averaged where it lies, and only what is orthogonalised travels.
+        # Each rank averages its own momentum, and sends only what is to be orthogonalised.
         message = torch.empty(each.num_sent, dtype=dtype, device=device)
         for piece, segment in zip(pieces(message, each.sends), each.sends, strict=True):
             matrix = matrices[segment.matrix]
             self._average(matrix, matrix.local_range(segment.start, segment.stop), piece)
         gathered = each.gather(message, _LABEL)
-        # Freed here: beside what was gathered, a round then needs room for one matrix only.
+        # Freed here: beside the gathered message, a round then needs room for only one matrix.
         del message
         received = list(zip(each.receives, pieces(gathered, each.receives), strict=True))
         for index in each.owned:
@@ -271,7 +272,7 @@ class Muon(Optimizer):
             for segment, piece in mine:
                 whole[segment.start : segment.stop] = piece
             matrices[index].orthogonalize_(whole)
-            # Into the gathered message: scatter() returns it in the order in which it came.
+            # Into the gathered message: scatter() sends it back in the order in which it came.
             for segment, piece in mine:
                 piece.copy_(whole[segment.start : segment.stop])
         updates = each.scatter(gathered, _LABEL)
@@ -279,11 +280,11 @@ class Muon(Optimizer):
             matrix = matrices[segment.matrix]
             options = matrix.param_group
             where = matrix.local_range(segment.start, segment.stop)
-            # A factor must be a number, or a tensor without dimensions.
+            # alpha= must be a number.
             lr = float(options["lr"])
             ratio = lr_ratio(options["adjust_lr_fn"], *matrix.shape)
             with flat_elements(local_tensor(matrix.parameter)) as flat:
-                # A parameter of a unit on the host takes its update there.
+                # A parameter of a unit on the host is updated there.
                 flat[where].add_(piece.to(flat.device), alpha=-lr * ratio)
 
     def _average(self, matrix: Matrix, where: slice, output: torch.Tensor) -> None:
@@ -302,7 +303,7 @@ class Muon(Optimizer):
         for parameter in parameters:
             self._make_state(parameter, group)
             state = self.state[parameter]
-            # Local rows: dispatch of DTensors would cost more than the step.
+            # Local rows: the dispatch of DTensors would cost more than the step.
             local = local_tensor(parameter)
             assert parameter.grad is not None, "a stepped parameter has a gradient"
             tensors = (local_tensor(parameter.grad).to(local.dtype), state["exp_avg"])
@@ -332,9 +333,9 @@ class Muon(Optimizer):
 def _with_all_ranges(
     matrices: list[Matrix], cuts: list[CutMatrix], group: dist.ProcessGroup
 ) -> list[CutMatrix]:
-    """Exchange the ranges of matrices that a model axis cuts; once a plan, collective."""
-    # Where a rank's part lies in its buffer depends on the parts beside it, whose sizes differ
-    # between the ranks of the axis: no rank can compute the others' ranges.
+    """Exchange the ranges of matrices that a model axis cuts; once per plan, collective."""
+    # A part's place in its buffer depends on the parts beside it, whose sizes differ between the
+    # ranks of the axis: no rank can compute the others' ranges.
     own = [
         cut.ranges[0 if matrix.part is not None else group.rank()]
         for matrix, cut in zip(matrices, cuts, strict=True)
@@ -349,6 +350,6 @@ def _with_all_ranges(
 
 
 def _device_of(parameter: torch.Tensor) -> torch.device:
-    """Return where ranks exchange a parameter, which may itself live on the host."""
+    """Return the device on which ranks exchange a parameter, which may itself be on the host."""
     owner = group_of(parameter)
     return parameter.device if owner is None else owner.device

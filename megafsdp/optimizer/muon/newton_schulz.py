@@ -1,4 +1,4 @@
-"""Orthogonalisation of a matrix, or of the logical matrices fused in one, by Newton-Schulz.
+"""Orthogonalisation of a matrix, or of the logical matrices fused in it, by Newton-Schulz.
 
 Every function works on whole matrices of one rank; exchange.py brings them there.
 """
@@ -22,13 +22,13 @@ Coefficients = tuple[float, float, float]
 def orthogonalize(
     matrix: torch.Tensor, coefficients: Coefficients, num_steps: int, eps: float
 ) -> torch.Tensor:
-    """Return about ``U V^T`` of a matrix ``U S V^T``, in its own dtype.
+    """Return approximately ``U V^T`` for a matrix ``U S V^T``, in its own dtype.
 
-    Each step maps every singular value s to ``a s + b s^3 + c s^5`` without decomposing anything.
+    Each step maps every singular value s to ``a s + b s^3 + c s^5`` without a decomposition.
     Allocates a matrix and two squares of its shorter side.
     """
     a, b, c = coefficients
-    # The Gram matrix is square in the shorter side: far less work for a tall matrix.
+    # Transposed if tall, so that the Gram matrix has the shorter side: far less work.
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=eps)
@@ -57,9 +57,9 @@ def part_views(
 
     Args:
         matrix: 2-D, contiguous.
-        fused: The logical tensors along ``dim``; None gives the matrix as one.
+        fused: The logical tensors along ``dim``; None means that the matrix is a single one.
         dim: 0 or 1.
-        by_group: True to give every repetition of a part by itself, as one group.
+        by_group: True gives the piece of a part in each group by itself, as one group.
     """
     if fused is None:
         return [matrix.unflatten(dim, (1, -1))]
@@ -71,7 +71,7 @@ def part_views(
 def part_shapes(
     shape: tuple[int, int], fused: FusedParts | None, dim: int, *, by_group: bool
 ) -> list[tuple[int, int]]:
-    """Return ``(rows, cols)`` of what :func:`part_views` gives."""
+    """Return ``(rows, cols)`` of each logical matrix that :func:`part_views` gives."""
     if fused is None:
         return [shape]
     repeats = 1 if by_group else fused.num_groups
