@@ -1,9 +1,9 @@
-"""``offload_fraction="auto"``: how much costs no waiting, measured in the first steps.
+"""``offload_fraction="auto"``: measure in the first steps how much can be offloaded without a wait.
 
-The host has a window to step what is offloaded: from the first gradients of the last backward to
-the end of the first forward after the step, or that forward alone where nothing runs ahead. With a
-host that steps ``rate`` elements a second, offload is free up to ``window * rate`` elements. Until
-that is known everything is on the host, which fits whatever the device can hold.
+The host has a time window to step what is offloaded: from the first gradients of the last backward
+to the end of the first forward after the step, or only that forward if no step runs ahead. If the
+host steps ``rate`` elements a second, offload is free up to ``window * rate`` elements. Until that
+is known everything is on the host, so that it fits on any device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.device.streams import DeviceHandle, TimeMark
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 
-# Kernels are compiled, pools filled and pages touched in the first steps.
+# The first steps compile kernels, fill pools and touch pages.
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
-# Main weight and two moments, fp32.
+# Main weight and two moments in fp32.
 _RETURNED_NBYTES = 12
-# The part that is used of the bytes that no allocation has needed so far.
+# The fraction to use of the device bytes that no allocation has needed so far.
 _USABLE = 0.9
 
 
@@ -34,7 +34,7 @@ class HostRate:
 
     Attributes:
         numel: Elements stepped.
-        busy_s: Seconds that took.
+        busy_s: Seconds that the steps took.
     """
 
     numel: int = 0
@@ -63,7 +63,7 @@ class _Marks:
     uses: list[tuple[TimeMark, float]] = field(default_factory=list)
 
     def window_s(self) -> float | None:
-        """Return the seconds from the first gradients to the last use, less what was waited."""
+        """Return the seconds from the first gradients to the last use, minus the waits."""
         if self.step_begins is None or self.step_ends is None or not self.uses:
             return None
         ahead_s = self.first_grads.seconds_until(self.step_begins) if self.first_grads else 0.0
@@ -74,7 +74,7 @@ class _Marks:
 
 
 class FractionMeter:
-    """Measure the window and the host in the first steps; on every rank by itself.
+    """Measure the window and the host's rate in the first steps; local.
 
     Args:
         handle: The device.
@@ -82,7 +82,7 @@ class FractionMeter:
 
     def __init__(self, handle: DeviceHandle) -> None:
         self._handle = handle
-        # A separate object with a lock: the worker writes it, and all else only the calling thread.
+        # A separate object with a lock, as the worker writes it; the rest has one thread.
         self.rate = HostRate()
         self._marks = _Marks()
         self._windows_s: list[float] = []
@@ -96,7 +96,7 @@ class FractionMeter:
             self._marks.first_grads = self._handle.mark_time()
 
     def note_step_begin(self) -> None:
-        """Record the begin of a step."""
+        """Record the beginning of a step."""
         if self._marks.step_ends is not None:
             self._end_step()
         self._marks.step_begins = self._handle.mark_time()
@@ -110,7 +110,7 @@ class FractionMeter:
         self._marks.uses.append((begin, waited_s))
 
     def mark_time(self) -> TimeMark:
-        """Return the moment."""
+        """Return a mark of the present moment."""
         return self._handle.mark_time()
 
     def _end_step(self) -> None:
@@ -125,18 +125,18 @@ class FractionMeter:
 
     @property
     def is_done(self) -> bool:
-        """Return whether enough steps were measured; alike on all ranks."""
+        """Return whether enough steps were measured; the same on all ranks."""
         return self._num_steps >= _WARM_UP_STEPS + _MEASURED_STEPS
 
     def free_numel(self) -> float:
         """Return how many elements the host steps within the window; 0 if nothing was measured."""
         if not self._windows_s or not self.rate.busy_s:
             return 0.0
-        # One step that was held up, by a checkpoint or the system, must not decide.
+        # The median: a single step that a checkpoint or the system delayed must not decide.
         return statistics.median(self._windows_s) * self.rate.numel / self.rate.busy_s
 
     def returnable_numel(self) -> float:
-        """Return how many elements' weights and states the device has room for."""
+        """Return the number of elements whose weights and states fit on the device."""
         nbytes = self._handle.unused_nbytes()
         return float("inf") if nbytes is None else _USABLE * max(nbytes, 0) / _RETURNED_NBYTES
 
@@ -144,20 +144,20 @@ class FractionMeter:
 def agree_on_fraction(
     meter: FractionMeter, groups: Sequence[ParameterGroup], device: torch.device
 ) -> float:
-    """Return the fraction that is free on all ranks and leaves none without memory; collective.
+    """Return a fraction that costs no rank time, if memory allows it on all ranks; collective.
 
     Called by all ranks that share parameter groups, which must offload alike: one small all-reduce
     for each of their process groups.
 
     Args:
-        meter: What this rank has measured.
+        meter: The measurements of this rank.
         groups: All parameter groups, in forward order.
         device: Where small tensors of collectives lie.
     """
     numel = sum(group.main_weight.flat.numel() for group in groups)
     free = min(meter.free_numel() / max(numel, 1), 1.0)
     fitting = max(1.0 - meter.returnable_numel() / max(numel, 1), 0.0)
-    # One minimum over ranks: the least that is free, and, negated, the most that must move.
+    # One minimum over ranks: of the free fraction, and of the negated one that must be offloaded.
     values = torch.tensor([free, -fitting], dtype=torch.float64, device=device)
     meshes = {g: None for group in groups for g in (group.axes.group, group.axes.outer_group) if g}
     for process_group in meshes:

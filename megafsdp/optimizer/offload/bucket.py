@@ -1,14 +1,14 @@
 """The host memory of one offloaded parameter group, and the copy of its gradients.
 
-A *bucket* is this rank's part of a parameter group. Its main weight and moments lie in a slab of
-the host, where parameters and states show them; this file adds the host's gradient and the cast
-that is copied back::
+A *bucket* is this rank's part of a parameter group. Its main weight and moments lie in a slab on
+the host, and parameters and states are views of them; this file adds the host's gradient and the
+cast that is copied back::
 
     slab       weight  exp_avg  exp_avg_sq
     grad       copied from the main gradient on the device
-    copy_out   cast of the weight, copied to the device; none where the dtypes are one
+    copy_out   cast of the weight, copied to the device; none if the dtypes are equal
 
-Which buckets there are is decided in placement.py; their steps are in bucket_step.py.
+placement.py decides which buckets there are; their steps are in bucket_step.py.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Bucket:
 
     Args:
         states: The group's moments; none if another optimizer has them.
-        link: Between the group's device and the host.
-        position: Of the group in forward.
+        link: The link between the group's device and the host.
+        position: Position of the group in forward order.
         is_grad_pinned: Whether the host's gradients are pinned.
-        is_param_pinned: Whether what is copied to the device is pinned.
+        is_param_pinned: Whether the memory that is copied to the device is pinned.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Bucket:
         self.grad = grads.take(numel, dtypes.grad)
         self.grad_squares = grads.take(1, torch.float64)
         self.copy_out = cast.take(numel, dtypes.compute) if has_cast else None
-        # The last step's or the coming one's; a copy of the same gradients is not issued twice.
+        # The copy for the last or the coming step; a copy of the same grads is not issued twice.
         self.copy: GradientCopy | None = None
         # The upload in flight; it reads copy_out until it is done.
         self.uploaded: Transfer | None = None
@@ -88,7 +88,7 @@ class Bucket:
 
     def copy_grads(self, grads: torch.Tensor, *, has_norm: bool = False) -> GradientCopy:
         """Issue the copy of a main gradient, 1-D like the bucket, unless it was issued before."""
-        # Issued in backward already, unless the gradients were changed or replaced since.
+        # It may have been issued in backward, and is reused unless the gradients have changed.
         if self.copy is None or not self.copy.is_of(grads):
             return self.copy_pieces([(0, grads)], has_norm=has_norm)
         return self.copy
@@ -96,29 +96,29 @@ class Bucket:
     def copy_pieces(
         self, pieces: Sequence[tuple[int, torch.Tensor]], *, has_norm: bool = False
     ) -> GradientCopy:
-        """Issue the copy of gradients, 1-D, that begin at these places in the bucket."""
+        """Issue the copy of 1-D gradients, each given with its first element in the bucket."""
         self.release_grads()
         self.copy = GradientCopy(self, pieces, has_norm=has_norm)
         return self.copy
 
     def release_grads(self) -> None:
-        """Order the copy before what this thread queues from here on, which may write gradients."""
+        """Order the copy before work that this thread queues later, which may write gradients."""
         if self.copy is not None:
             self.copy.release()
             self.copy = None
 
     def release_read_grads(self) -> None:
-        """Release main gradients if the copy has read them; returns at once."""
+        """Release main gradients if the copy has read them; does not wait."""
         if self.copy is not None and self.copy.transfer.is_done:
             self.release_grads()
 
     def wait_for_upload(self) -> None:
-        """Return when the cast may be written again."""
+        """Wait until the cast may be written again."""
         if self.uploaded is not None:
             self.uploaded.wait()
 
     def shown(self) -> dict[str, DBuffer]:
-        """Return the main weight and the moments by name, as parameters and states show them."""
+        """Return the main weight and moments by name; parameters and states are views of them."""
         return {WEIGHT: self.group.main_weight, **self.states.buffers}
 
     def buffers(self) -> AdamBuffers:
@@ -127,13 +127,13 @@ class Bucket:
         return AdamBuffers(grad=self.grad, copy_out=self.copy_out, **flats)
 
     def onload(self, states_by_parameter: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Bring the main weight and states back to the device; the bucket is of no more use.
+        """Bring the main weight and states back to the device; afterwards, drop the bucket.
 
         Args:
-            states_by_parameter: The states that the optimizer shows, in the flat buffers.
+            states_by_parameter: The optimizer's ``state``, with views of the flat buffers.
         """
         group = self.group
-        # From here on the reducer must not begin a step that has no bucket.
+        # From here on the reducer must not begin steps of this bucket.
         group.gradients.main_grad.listener = None
         self.release_grads()
         group.onload_main_weight()
@@ -141,7 +141,7 @@ class Bucket:
             name: group.new_state_buffer(buffer.flat.dtype)
             for name, buffer in self.states.buffers.items()
         }
-        # The caller has waited for the host: nothing writes these buffers any more.
+        # The caller has waited for the host: nothing writes the old buffers any more.
         for name, buffer in there.items():
             buffer.flat.copy_(self.states.buffers[name].flat)
         shown = {name: group.views_of(buffer) for name, buffer in there.items()}
@@ -152,14 +152,14 @@ class EarlyStarter(Protocol):
     """An optimizer that may begin a step in backward."""
 
     def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
-        """Begin what can be done for the coming step."""
+        """Begin work for the coming step."""
 
     def cancel_early_step(self, bucket: Bucket) -> None:
-        """Drop what was begun."""
+        """Cancel the work that was begun."""
 
 
 class BucketListener:
-    """Pass on to the optimizer what happens to one bucket's gradients and main weight.
+    """Notify the optimizer of events of one bucket's gradients and main weight.
 
     Args:
         optimizer: The optimizer.
@@ -167,7 +167,7 @@ class BucketListener:
     """
 
     def __init__(self, optimizer: EarlyStarter, bucket: Bucket) -> None:
-        # Weak: the parameter group refers to this, and the model must not keep the optimizer alive.
+        # Weak: the parameter group refers to self, and the model must not keep the optimizer alive.
         self._optimizer, self._bucket = weakref.ref(optimizer), weakref.ref(bucket)
 
     def grads_are_final(self, grads: torch.Tensor) -> None:
@@ -177,28 +177,28 @@ class BucketListener:
             optimizer.begin_ahead(bucket, grads)
 
     def grads_will_change(self) -> None:
-        """Release the gradients, which the step would have read."""
+        """Cancel the step, and release the gradients that it would have read."""
         self.cancel()
         bucket = self._bucket()
         if bucket is not None:
             bucket.release_grads()
 
     def cancel(self) -> None:
-        """Drop what was begun: the main weight is read or written by others."""
+        """Cancel the work that was begun, before others read or write the main weight."""
         optimizer, bucket = self._optimizer(), self._bucket()
         if optimizer is not None and bucket is not None:
             optimizer.cancel_early_step(bucket)
 
 
 class GradientCopy:
-    """A bucket's gradients on their way to the host.
+    """The copy of a bucket's gradients to the host.
 
     Args:
-        bucket: Where they go.
-        pieces: Tensors with gradients, 1-D, and where they begin in the bucket.
+        bucket: The target.
+        pieces: 1-D tensors with gradients, each with its first element in the bucket.
         has_norm: Send the norm of all pieces with them.
 
-    The copy begins after what this thread has queued on the device.
+    The copy begins after the work that this thread has queued on the device.
     """
 
     def __init__(
@@ -207,36 +207,36 @@ class GradientCopy:
         self._bucket = bucket
         copies = [(bucket.grad[at : at + grads.numel()], grads) for at, grads in pieces]
         if has_norm:
-            # The norm of all gradients is made of the same sums, so each is read once.
+            # The norm of all gradients reuses these sums, so each gradient is read once.
             squares = torch.stack([remember_square_sum(grads) for _, grads in pieces])
             copies.append((bucket.grad_squares, squares.sum().view(1)))
-        # The copies run on a stream of their own, behind what this thread has queued.
+        # The copies run on a stream of their own, after the work that this thread has queued.
         bucket.link.fence()
         self.transfer = bucket.link.to_host(copies)
-        # The copy stream reads them, and the allocator sees their own stream only: keep them.
+        # Keep them: the copy stream reads them, but the allocator only knows their own stream.
         self._kept = [source for _, source in copies]
-        # To recognise them later; weakly, since a user may drop gradients that were not read.
+        # To recognise the gradients later; weak, since a user may drop unread ones.
         self._sources = [(weakref.ref(grads), version_of(grads)) for _, grads in pieces]
 
     def is_of(self, grads: torch.Tensor) -> bool:
-        """Return whether it copies this tensor alone, unchanged since."""
+        """Return whether it copies only this tensor, which is unchanged since."""
         if len(self._sources) != 1:
             return False
         ((source, version),) = self._sources
         return source() is grads and version_of(grads) == version
 
     def wait(self) -> None:
-        """Wait until the gradients are there; from any thread."""
+        """Wait until the gradients have arrived; from any thread."""
         self.transfer.wait()
         self._kept = []
 
     @property
     def norm(self) -> float:
-        """Return the norm that was sent with them, once they are there."""
+        """Return the norm that was sent with the gradients, after they have arrived."""
         return math.sqrt(self._bucket.grad_squares.item())
 
     def release(self) -> None:
-        """Order the copy before what this thread queues from here on, which may write gradients."""
+        """Order the copy before work that this thread queues later, which may write gradients."""
         self.transfer.order()
         self._kept = []
 
@@ -244,7 +244,7 @@ class GradientCopy:
 def left_on_device(
     found: Sequence[FoundGrads], buckets: Collection[FlatStates]
 ) -> list[FoundGrads]:
-    """Return the parameters that no bucket steps, with gradients on their devices."""
+    """Return the parameters that no bucket steps, with their gradients moved to their devices."""
     return [
         FoundGrads(
             [entry for entry in part.flat if entry[0] not in buckets],
@@ -257,7 +257,7 @@ def left_on_device(
 def _beside_weight(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient on the device of its parameter's main weight."""
     owner = group_of(parameter)
-    # The main weight is on the host, while a gradient that a user made lies on the device.
+    # The main weight may be on the host while a gradient that a user made is on the device.
     if owner is None or owner.host_memory is None:
         return grad
     return wrap_like(parameter, local_tensor(grad).to(owner.main_weight.flat.device))

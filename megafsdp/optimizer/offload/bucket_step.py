@@ -9,7 +9,7 @@
 ``step()`` makes a :class:`BucketStep` for each bucket. Between its submission and
 :meth:`BucketStep.wait` the host's main weight and moments belong to the worker.
 
-This file does not choose which parameters are stepped, nor which thread runs the step.
+This file chooses neither the parameters to step nor the thread that runs the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SegmentRun:
     """Segments of a bucket whose counts of steps agree.
 
     Attributes:
-        segments: Where they lie, in rising order, with their hyperparameters.
+        segments: The segments in rising order, with their hyperparameters.
         step: This step, counted from 1.
         numel: Elements of parameters in them.
     """
@@ -62,24 +62,24 @@ class DeferredScalar:
 
     Args:
         value: A number, or a 0-dim floating-point tensor.
-        link: Of the tensor's device.
+        link: The link of the tensor's device.
     """
 
     def __init__(self, value: float | torch.Tensor, link: CopyLink) -> None:
         self._transfer: Transfer | None = None
         self._kept = value
         if isinstance(value, torch.Tensor):
-            # A copy to pageable memory would make the host wait for the device here.
+            # Pinned, as a copy to pageable memory would make the host wait for the device.
             is_pinned = value.device.type == "cuda"
             self._kept = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=is_pinned)
-            # A copy of its own: the caller may change the tensor before it is read.
+            # A copy: the caller may change the tensor before it is read.
             self._source = value.detach().to(torch.float64, copy=True)
             link.fence()
             self._transfer = link.to_host([(self._kept, self._source)])
 
     @property
     def is_there(self) -> bool:
-        """Return whether :meth:`value` returns at once."""
+        """Return whether :meth:`value` returns without a wait."""
         return self._transfer is None or self._transfer.is_done
 
     def value(self) -> float:
@@ -120,7 +120,7 @@ class BucketStep:
     Attributes:
         bucket: The bucket.
         scale: Factor on the gradients.
-        threads: Of the kernel.
+        threads: Threads of the kernel.
         meter: Records when the weights are used again.
         segment_runs: The segments to step.
     """
@@ -135,22 +135,22 @@ class BucketStep:
     _error: BaseException | None = field(init=False, default=None)
 
     def add(self, grads: torch.Tensor, segment_run: SegmentRun) -> None:
-        """Add segments to step, and the flat main gradient in which their gradients lie."""
+        """Add segments to step, and the flat main gradient that has their gradients."""
         self._grads.append(grads)
         self.segment_runs.append(segment_run)
 
     @property
     def urgency(self) -> int:
-        """Return the place in forward: what runs first there is needed first."""
+        """Return the position in forward: the bucket that runs first is needed first."""
         return self.bucket.position
 
     @property
     def can_begin(self) -> bool:
-        """Return whether the gradients and their factor are there: steps ahead need not wait."""
+        """Return whether the gradients and their factor have arrived, so that no wait is needed."""
         return self._copy.transfer.is_done and self.scale.is_there
 
     def start(self) -> None:
-        """Choose the buffers and issue the copy of the gradients, unless that was done before."""
+        """Choose the buffers and issue the copy of the gradients, unless issued before."""
         group = self.bucket.group
         self._name = group.label
         self._target = group.start_copy()
@@ -158,18 +158,19 @@ class BucketStep:
         # The copy keeps its sources until they are read; this step must not keep them longer.
         self._grads = []
         in_use = self._take_buffers()
-        # Last: a reader that finds the step waits for its end, which never comes if start() failed.
+        # Last: a reader that finds this step waits for its end, which would never come if start()
+        # failed.
         register_writer(in_use, self)
         group.step_in_flight = self
 
     def _take_buffers(self) -> list[torch.Tensor]:
-        """Choose the memory to step, and return what readers must not touch meanwhile."""
+        """Choose the memory to step, and return the tensors that readers must not touch."""
         buffers = self._buffers = self.bucket.buffers()
         self._result = buffers.weight
         return [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq]
 
     def _issue_copy(self) -> GradientCopy:
-        """Return the gradients on their way to the host."""
+        """Return the copy of the gradients to the host."""
         first, *others = self._grads
         if all(other is first for other in others):
             return self.bucket.copy_grads(first)
@@ -182,15 +183,15 @@ class BucketStep:
 
     def finish(self) -> None:
         """Mark the compute weight as current; call it after the group was marked stale."""
-        # The step writes the cast of what it steps; a part that it leaves out may be stale.
+        # The step writes the cast of the elements that it steps; others may be stale.
         if sum(run.numel for run in self.segment_runs) == self.bucket.states.numel:
             self.bucket.group.compute_weight.mark_encoded()
-        # Replicated parameters are plain DTensors, whose readers do not wait by themselves.
+        # Replicated parameters are plain DTensors: their readers do not wait by themselves.
         if not self.bucket.group.axes.is_sharded:
             self.wait_for_reader()
 
     def run(self) -> None:
-        """Run the step, in the worker's thread; an error is kept for :meth:`wait`."""
+        """Run the step in the worker's thread; keep an error for :meth:`wait`."""
         try:
             with torch.no_grad():
                 self._run()
@@ -206,7 +207,7 @@ class BucketStep:
 
     def _make_result(self, scale: float) -> None:
         """Make the weights and moments after the step, with a cast for the device."""
-        # The last step's upload reads the cast that this one writes.
+        # The previous step's upload reads the cast that this step writes.
         self.bucket.wait_for_upload()
         self._update(scale)
 
@@ -218,8 +219,8 @@ class BucketStep:
         """Copy the new compute weights to the device."""
         copy_out = self.bucket.copy_out
         source = self._result if copy_out is None else copy_out
-        # Without .data the worker would bump the version of a tensor that autograd of another
-        # thread has saved for backward.
+        # .data, as the worker must not bump the version of a tensor that autograd, on another
+        # thread, has saved for backward.
         target = self._target.data
         self.bucket.uploaded = self.bucket.link.to_device(
             [
@@ -230,17 +231,17 @@ class BucketStep:
         )
 
     def wait(self) -> None:
-        """Return when the host's memory, and for work queued after it the device's, is current.
+        """Wait until the host's memory is current, and order later device work after the upload.
 
         Raises:
             RuntimeError: The step failed.
         """
-        # The first use alone ends the window that the meter measures.
+        # Only the first use is measured.
         meter, self.meter = self.meter, None
         begin = None if meter is None else meter.mark_time()
         begin_s = time.perf_counter()
         self._has_ended.wait()
-        # After the event: until then readers on other threads must wait too.
+        # Only after the event: until then readers on other threads must wait too.
         unregister_writer(self)
         if self._error is not None:
             raise RuntimeError(
@@ -252,13 +253,13 @@ class BucketStep:
                 )
             ) from self._error
         assert self.bucket.uploaded is not None, "the step has ended"
-        # The device waits, not the host: what is queued next reads the new weights.
+        # The device waits, not the host: work that is queued next reads the new weights.
         self.bucket.uploaded.order()
         if meter is not None and begin is not None:
             meter.note_use(begin, time.perf_counter() - begin_s)
 
     def wait_for_reader(self) -> None:
-        """Wait as :meth:`wait` does, for a reader outside of forward: nothing is measured.
+        """Wait as :meth:`wait` does, but measure nothing; for readers outside of forward.
 
         Raises:
             RuntimeError: The step failed.

@@ -1,9 +1,9 @@
 """HybridDeviceOptimizer: FusedAdam with main weights and states of chosen units on the host.
 
-Units on the host are stepped there by a background thread, while the device steps the others and
-begins the next forward; each unit's next use waits for its own step only. This file is the
-optimizer as users see it and the order of one step. Which units are offloaded is chosen in
-placement.py, one unit's step is in bucket_step.py, work in backward in run_ahead.py.
+A background thread steps the units on the host, while the device steps the others and begins the
+next forward; the next use of a unit waits only for that unit's step. This file has the optimizer
+that users see and the order of one step. placement.py chooses the units to offload, bucket_step.py
+has the step of one unit, and run_ahead.py the work in backward.
 """
 
 from __future__ import annotations
@@ -64,61 +64,62 @@ _LOGGER = logging.getLogger("megafsdp.optimizer")
 
 
 class HybridDeviceOptimizer(FusedAdam):
-    """Adam whose main weights and states live partly on the host, with the bits of FusedAdam.
+    """Adam with part of its main weights and states on the host; it gives the bits of FusedAdam.
 
     Parameter groups, schedulers, closures, hooks, clipping, loss scalers, state dicts and
-    checkpoints are those of :class:`FusedAdam` whatever the fraction. Offloaded units keep a copy
-    of their weights in the compute dtype on the device. What cannot be offloaded stays there whole:
-    plain tensors, main weights that are not fp32, and parameter groups that are shared with another
-    optimizer. Over quantized weights the fraction is 0.
+    checkpoints work as with :class:`FusedAdam`, whatever the fraction. Offloaded units keep a copy
+    of their weights in the compute dtype on the device. What cannot be offloaded stays on the
+    device whole: plain tensors, main weights that are not fp32, and parameter groups that are
+    shared with another optimizer. With quantized weights the fraction must be 0.
 
-    ``step`` reads ``.grad`` and hyperparameters as they are when it is called. With ``overlap`` it
-    returns while gradients are still being copied, and replicated (``no_shard``) parameters alone
-    are stepped. What the package does next waits (``zero_grad``, another backward, the unit's next
-    use, ``state``, state dicts, checkpoints), and so does what reads parameters and states as the
-    DTensors they are. A change of gradients by hand, and plain tensors over a parameter's memory
-    (:func:`megafsdp.local_parameters`), call :meth:`synchronize` first.
+    ``step`` reads ``.grad`` and hyperparameters when it is called. With ``overlap`` it may return
+    while gradients are still being copied; only replicated (``no_shard``) parameters are stepped by
+    then. Later work of the package waits (``zero_grad``, another backward, the unit's next use,
+    ``state``, state dicts, checkpoints), and so do reads of parameters and states through their
+    DTensors. Call :meth:`synchronize` before you change gradients by hand, or use plain tensors
+    over a parameter's memory (:func:`megafsdp.local_parameters`).
 
-    A loop *hands over* what a step depends on with ``max_grad_norm`` and
-    ``microbatch(model, is_last=True)``. Copies, and Adam if ``speculate`` allows, then begin in
-    backward; what is changed before ``step`` all the same is noticed and counts. Where Adam has run
-    ahead, weights and states change places with a second slab: plain aliases of their memory, as an
-    earlier state dict has, may be read until the backward before the second ``step`` from there.
+    With ``max_grad_norm`` and ``microbatch(model, is_last=True)``, a loop *hands over* all that a
+    step depends on. Copies, and Adam if ``speculate`` allows, then begin in backward; changes made
+    before ``step`` are still noticed and respected. If Adam has run ahead, weights and states
+    change places with a second slab: plain aliases of their memory, as in an earlier state dict,
+    may be read until the backward before the second ``step`` after that.
 
     Args:
         params: Parameters or parameter groups, in forward order, as ``model.parameters()`` has
-            them; those at the front stay on the device.
+            them; the first ones stay on the device.
         lr: Learning rate.
         betas: Decay of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        offload_fraction: The part of the local elements to keep on the host, brought to the nearest
+        offload_fraction: The part of the local elements to keep on the host, rounded to the nearest
             boundary between parameter groups of units. ``"auto"`` begins with all and, in the sixth
-            step, brings back what the host proved too slow for; that step is collective.
-        speculate: Where the loop hands over, run Adam before the norm of all gradients is
-            known, as if nothing were clipped, into a second slab: 12 bytes an element more.
-            ``"auto"`` does while few steps are clipped.
+            step, brings back what the host is too slow for; that step is collective.
+        speculate: If the loop hands over, run Adam before the norm of all gradients is known, as if
+            nothing were clipped, into a second slab: 12 more bytes per element. ``"auto"`` does so
+            while few steps are clipped.
         overlap: Return from ``step`` while the host is at work.
         max_grad_norm: Clip by the norm of all gradients, as :class:`FusedAdam` does.
-        pin_cpu_params: Pin host weights and states, which otherwise are copied while the calling
+        pin_cpu_params: Pin host weights and states; unpinned, they are copied while the calling
             thread waits. Without CUDA nothing is pinned.
         pin_cpu_grads: Pin the host's gradients.
-        cpu_optimizer_cls: Another torch optimizer for the host's part, whose update of an element
-            depends on that element alone; None for the kernel of :class:`FusedAdam`.
-        cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; ``betas``, ``eps``
-            and ``weight_decay`` too unless they are given here.
-        link: How bytes move; None for the device's own way. It is closed with the optimizer.
-        host_threads: Threads of the host's part; None for this rank's share of the machine's cores,
-            or, where the device is a CPU, for torch's number. No bit depends on it.
+        cpu_optimizer_cls: Another torch optimizer for the host's part; its update of an element
+            must depend only on that element. None means the kernel of :class:`FusedAdam`.
+        cpu_optimizer_kwargs: Its options. ``lr`` follows the parameter groups; so do ``betas``,
+            ``eps`` and ``weight_decay`` unless they are given here.
+        link: How bytes are copied; None means the device's default. It is closed with the
+            optimizer.
+        host_threads: Threads of the host's part; None means this rank's share of the machine's
+            cores, or torch's number if the device is a CPU. Results do not depend on it.
 
     Attributes:
         host_ledger: Bytes of the main weights and states on the host.
 
     Raises:
-        ValueError: A hyperparameter, the fraction or the number of threads has no meaning.
-        TypeError: ``cpu_optimizer_cls`` is no class of optimizers.
-        RuntimeError: Memory of the host cannot be pinned.
-        NotImplementedError: The fraction is not 0, and weights are quantized; or
+        ValueError: A hyperparameter, the fraction or the number of threads is out of range.
+        TypeError: ``cpu_optimizer_cls`` is not an optimizer class.
+        RuntimeError: Host memory cannot be pinned.
+        NotImplementedError: The fraction is not 0 and weights are quantized; or
             ``cpu_optimizer_cls`` is known not to step each element by itself.
     """
 
@@ -147,7 +148,7 @@ class HybridDeviceOptimizer(FusedAdam):
         check_fraction(offload_fraction, has_own_states=cpu_optimizer_cls is not None)
         check_speculate(speculate)
         check_host_optimizer(cpu_optimizer_cls, cpu_optimizer_kwargs)
-        # Before the base class, whose constructor reads them through methods of this class.
+        # Set before the base class's constructor, which reads them through methods of this class.
         self._host: HostOptimizer | None = None
         self._in_flight: list[BucketStep] = []
         self._buckets: dict[FlatStates, Bucket] = {}
@@ -163,7 +164,7 @@ class HybridDeviceOptimizer(FusedAdam):
         self.host_ledger = ByteLedger()
         fraction = 1.0 if offload_fraction == "auto" else float(offload_fraction)
         groups = groups_to_offload(self._parameters(), fraction)
-        # The unit's device, not a parameter's: that of an offloaded one is the host.
+        # The unit's device, not a parameter's: an offloaded parameter is on the host.
         handle = device_handle(groups[0].device.type if groups else "cpu")
         self._meter = FractionMeter(handle) if offload_fraction == "auto" and groups else None
         self._link = link or link_of(handle)
@@ -173,21 +174,21 @@ class HybridDeviceOptimizer(FusedAdam):
             _LOGGER.info("The host steps its part on %d threads.", self._host_threads)
         adopt = functools.partial(_adopt_worker, handle)
         self._worker = BackgroundThread("megafsdp-offload", begin=adopt)
-        # Threads refer to jobs, not to the optimizer, so they do not keep it from being collected.
+        # Threads refer to jobs, not to the optimizer, so the optimizer can be collected.
         weakref.finalize(self, _close, self._worker, self._link)
         self._ahead = StepsAhead(speculate, self._worker, self._link, self.host_ledger)
         for group in groups:
             is_pinned = pin_cpu_params and can_be_pinned(group.device)
-            # Another optimizer allocates its own states; room for ours would stay unused.
+            # Another optimizer allocates its own states, so there is no room for ours.
             num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
             offload(group, self.host_ledger, num_states=num_states, is_pinned=is_pinned)
         if cpu_optimizer_cls is not None and groups:
-            # After the move: it takes views of the slab.
+            # After the move, as it takes views of the slab.
             moved = {id(p.sharded) for group in groups for p in group.parameters}
             own = [[p for p in g["params"] if id(p) in moved] for g in self.param_groups]
             self._host = HostOptimizer(cpu_optimizer_cls, cpu_optimizer_kwargs or {}, own)
         self._make_buckets(groups, pins_params=pin_cpu_params, pins_grads=pin_cpu_grads)
-        # "auto" and limits that are set later wait for a step that would have guessed.
+        # With "auto", or a limit that is set later, spares are made by a step that needs them.
         if speculate is True and overlap and self._host is None and max_grad_norm is not None:
             self._ahead.make_spares(b for b in self._buckets.values() if b.group.axes.is_sharded)
 
@@ -196,7 +197,7 @@ class HybridDeviceOptimizer(FusedAdam):
     ) -> None:
         for position, group in enumerate(groups):
             is_pinnable = can_be_pinned(group.device)
-            # Another optimizer keeps its own states: FlatStates then only locates parameters.
+            # If another optimizer keeps the states, FlatStates only locates parameters.
             is_ours = self._host is None
             states = self._store.flat_states(group) if is_ours else FlatStates(group, {})
             bucket = Bucket(
@@ -214,7 +215,7 @@ class HybridDeviceOptimizer(FusedAdam):
 
     @property
     def steps_quantized_parameters(self) -> bool:
-        """Return False: their main weights stay beside them, and so may all states."""
+        """Return False: quantized parameters have nothing that can be offloaded."""
         return False
 
     @property
@@ -226,12 +227,12 @@ class HybridDeviceOptimizer(FusedAdam):
 
     @property
     def host_threads(self) -> int:
-        """Return how many threads step the host's part."""
+        """Return the number of threads that step the host's part."""
         return self._host_threads or torch.get_num_threads()
 
     @property
     def host_nbytes(self) -> int:
-        """Return the bytes on the host: main weights, states, gradients, what is copied back."""
+        """Return the bytes on the host: main weights, states, gradients and casts."""
         return self.host_ledger.total + sum(bucket.nbytes for bucket in self._buckets.values())
 
     @property
@@ -244,12 +245,12 @@ class HybridDeviceOptimizer(FusedAdam):
 
     @property
     def offload_counts(self) -> OffloadCounts:
-        """Return how many steps of buckets ran ahead of ``step()``, and what became of them."""
+        """Return how many bucket steps ran ahead of ``step()``, and how they ended."""
         return self._ahead.counts
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        """Return the states by parameter; waits for the step under way."""
+        """Return the states by parameter; waits for the step in flight."""
         self.synchronize()
         return self._state
 
@@ -258,25 +259,25 @@ class HybridDeviceOptimizer(FusedAdam):
         self._state = value
 
     def _states_to_step(self) -> defaultdict[torch.Tensor, Any]:
-        """Return the states for a step, which takes what was begun ahead of it."""
+        """Return the states for a step, which uses the work begun ahead of it."""
         self._wait_for_steps()
         return self._state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the groups and states that ``load_state_dict`` has prepared."""
+        """Set the groups and states that ``load_state_dict`` has prepared."""
         # The base class updates __dict__, which would not reach the property's setter.
         self.state = state.pop("state", self._state)
         super().__setstate__(state)
 
     def synchronize(self) -> None:
-        """Wait for the step under way; afterwards all memory may be read and written; local.
+        """Wait for the step in flight; afterwards all memory may be read and written; local.
 
-        Work begun for the next step is dropped; that step does it.
+        Work begun for the next step is cancelled; that step does it again.
 
         Raises:
             RuntimeError: The step failed on the host.
         """
-        # First: a step ahead reads what the caller may write after the wait.
+        # First, as a step ahead reads memory that the caller may write after the wait.
         self._ahead.cancel_all()
         self._wait_for_steps()
 
@@ -285,18 +286,18 @@ class HybridDeviceOptimizer(FusedAdam):
             step.wait_for_reader()
         stepped, self._in_flight = self._in_flight, []
         if self._host is not None and stepped:
-            # torch optimizers make their states in the first step: none can be shown before.
+            # torch optimizers make their states in the first step: before it there are none.
             self._state.update({p: self._host.shown_state(p) for p in self._on_host()})
 
     def begin_ahead(self, bucket: Bucket, grads: torch.Tensor) -> None:
-        """Begin what can be done for the coming step; called when a bucket's gradients are there.
+        """Begin work for the coming step; called when a bucket's gradients are final.
 
         Args:
             bucket: The bucket.
             grads: Its main gradient, 1-D.
         """
-        # Replicated gradients are plain DTensors, whose changes cannot be noticed. Without
-        # max_grad_norm the loop may clip after this.
+        # Replicated gradients are plain DTensors: their changes cannot be noticed. Without
+        # max_grad_norm, the loop itself may still clip after this.
         if self.max_grad_norm is None or not self.overlap or not bucket.group.axes.is_sharded:
             return
         # The previous step must have written the weights that this one reads.
@@ -308,10 +309,10 @@ class HybridDeviceOptimizer(FusedAdam):
         self._ahead.begin(bucket, grads, self.max_grad_norm, self._threads(), find)
 
     def _find_segment_runs(self, bucket: Bucket, grads: torch.Tensor) -> list[SegmentRun] | None:
-        """Return what the coming step will do to a bucket; None if it leaves elements out."""
+        """Return the segments of the coming step of a bucket; None if it omits elements."""
         found: list[SegmentRun] = []
         for number, param_group in enumerate(self.param_groups):
-            # Not self.state: reading that cancels what was begun for other buckets.
+            # Not self.state: reading that cancels the work begun for other buckets.
             indices = self._plan(number).find_all(bucket.states, grads, self._state)
             if indices is None:
                 return None
@@ -319,7 +320,7 @@ class HybridDeviceOptimizer(FusedAdam):
                 hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
                 counts = bucket.states.upcoming(indices)
                 found += segment_runs_of(bucket.states, counts, hyper)
-        # What is not stepped would be missing in the second slab.
+        # Elements that are not stepped would be missing in the second slab.
         if sum(run.numel for run in found) < bucket.states.numel:
             return None
         if self._meter is not None:
@@ -327,7 +328,7 @@ class HybridDeviceOptimizer(FusedAdam):
         return found
 
     def cancel_early_step(self, bucket: Bucket) -> None:
-        """Drop what was begun for the coming step of a bucket, which others will read or write."""
+        """Cancel work for the coming step of a bucket, before others read or write its memory."""
         self._ahead.cancel(bucket)
 
     def _threads(self) -> HostThreads:
@@ -335,12 +336,12 @@ class HybridDeviceOptimizer(FusedAdam):
         return HostThreads(self.host_threads, self.ftz, rate)
 
     def _settle_fraction(self, meter: FractionMeter) -> None:
-        """Bring what the host is too slow for back to the device; collective."""
+        """Bring back to the device what the host is too slow for; collective."""
         groups = groups_of(self._parameters())
         device = next(iter(self._buckets)).group.device
         fraction = agree_on_fraction(meter, groups, device)
         returning = groups_to_return(self._parameters(), fraction)
-        # The previous step was waited for in _states_to_step(): the host writes nothing shown.
+        # _states_to_step() has waited for the previous step: the host no longer writes the states.
         for states, bucket in list(self._buckets.items()):
             if states.group in returning:
                 self._ahead.cancel(bucket)
@@ -355,12 +356,12 @@ class HybridDeviceOptimizer(FusedAdam):
         return [] if host is None else [p for p in self._parameters() if host.steps(p)]
 
     def canonical_names(self, parameter: torch.Tensor) -> frozenset[str] | None:
-        """Return the names of the states that a parameter may have; None for any; local."""
+        """Return the names of the states that a parameter may have; None means any; local."""
         is_ours = self._host is None or not self._host.steps(parameter)
         return super().canonical_names(parameter) if is_ours else None
 
     def make_states(self) -> None:
-        """Give each trainable parameter the states with which its first step begins; local.
+        """Give each trainable parameter without states those of its first step; local.
 
         Raises:
             NotImplementedError: Another optimizer steps the host's part, and makes states only in
@@ -369,7 +370,7 @@ class HybridDeviceOptimizer(FusedAdam):
         if self._host is None:
             super().make_states()
             return
-        # Its class decides: what it cannot do raises before any state is made.
+        # First, as it raises if the other optimizer's class cannot make states.
         make_states(self._host.optimizer)
         for parameter in self._parameters():
             if self._host.steps(parameter):
@@ -394,13 +395,13 @@ class HybridDeviceOptimizer(FusedAdam):
 
     @property
     def skips_on_device(self) -> bool:
-        """Return False: the host steps its part, so it must know."""
+        """Return False: the host steps its part, so it must know whether to skip."""
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as torch does; in place only when the host has read them."""
+        """Clear gradients, as torch does; in place only after their copies to the host."""
         self._ahead.cancel_all()
-        # In place, the device writes memory that the host may still be reading.
+        # If zeroed in place, the device writes memory that a copy may still be reading.
         for bucket in self._buckets.values():
             if set_to_none:
                 bucket.release_read_grads()
@@ -426,7 +427,7 @@ class HybridDeviceOptimizer(FusedAdam):
         collect = self._collect if self._host is None else self._collect_torch
         steps = collect(found, late_scale)
         self._ahead.take(steps, self.grad_norm, self._of_scaler("grad_scale"))
-        # Host first: it works while this thread queues the step of the device.
+        # The host first: it works while this thread queues the device's step.
         for step in steps:
             step.start()
             self._worker.submit(step)
@@ -437,14 +438,14 @@ class HybridDeviceOptimizer(FusedAdam):
             step.finish()
         if self._meter is not None:
             self._meter.note_step_end()
-        # While the host's steps run, and before the next backward.
+        # Allocate while the host's steps run, before the next backward.
         self._ahead.make_spares()
-        # Here, not before the device's part: both work at the same time even so.
+        # Last, so that host and device work at the same time even without overlap.
         if not self.overlap:
             self.synchronize()
 
     def _collect(self, found: list[FoundGrads], scale: DeferredScalar) -> list[BucketStep]:
-        """Return the steps of offloaded groups, in the order in which forward needs them."""
+        """Return the steps of offloaded groups, in forward order."""
         steps: dict[FlatStates, BucketStep] = {}
         for param_group, part in zip(self.param_groups, found, strict=True):
             hyper = AdamHyper.of(param_group, adam_w_mode=self.adam_w_mode)
@@ -466,7 +467,7 @@ class HybridDeviceOptimizer(FusedAdam):
         return [steps[states] for states in self._buckets if states in steps]
 
     def _collect_torch(self, found: list[FoundGrads], scale: DeferredScalar) -> list[BucketStep]:
-        """Return the steps of another optimizer on the host, in the same order."""
+        """Return the steps of another optimizer on the host, in forward order."""
         assert self._host is not None, "it steps the host's part"
         # Copied now: a scheduler may change them before the worker runs the step.
         values = self._host.hyperparameters(self.param_groups)
@@ -489,12 +490,12 @@ class HybridDeviceOptimizer(FusedAdam):
 
 
 def _adopt_worker(handle: DeviceHandle) -> None:
-    """Prepare the worker's thread; it starts those of the kernels, which run where it does."""
+    """Prepare the worker's thread; it starts the kernels' threads, which inherit its CPU cores."""
     handle.adopt_thread()
     stay_near(handle.device)
 
 
 def _close(worker: BackgroundThread, link: CopyLink) -> None:
-    """End the worker, which gives work to the threads of the link, and then those."""
+    """End the worker first, which gives work to the link's threads, then the link."""
     worker.close()
     link.close()

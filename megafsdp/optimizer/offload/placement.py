@@ -1,7 +1,7 @@
 """The choice of parameter groups to offload, by a fraction, and the move to the host.
 
-Those that run first in forward stay on the device: what a step brings back from the host must be
-there before its unit runs again, so the later a unit runs the more time its copies have.
+Groups that run first in forward stay on the device: stepped weights must be back on the device
+before their unit runs again, so the later a unit runs, the more time its copies have.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
         numels 60 10 10 10, fraction 0.5:   | 60 | 10 10 10 |   a third, since all would be farther
 
     Args:
-        numels: Elements of each in forward order.
-        fraction: The part of all elements to offload; of two choices equally near, the larger.
+        numels: Elements of each unit, in forward order.
+        fraction: The part of all elements to offload; in a tie, more is offloaded.
     """
     total, offloaded = sum(numels), sum(numels)
     best, least = 0, abs(offloaded - fraction * total)
@@ -40,10 +40,10 @@ def num_kept_on_device(numels: Sequence[int], fraction: float) -> int:
 
 
 def first_offloaded(movable_numels: Sequence[int], other_numel: int, fraction: float) -> int:
-    """Return the index of the first group to offload of those that can be, in forward order.
+    """Return the index of the first movable group to offload, in forward order.
 
     Args:
-        movable_numels: Their elements.
+        movable_numels: Elements of each group that can be offloaded.
         other_numel: Elements that stay on the device whatever the fraction.
         fraction: The part of all elements to offload.
     """
@@ -57,12 +57,12 @@ def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> No
     """Check an offload fraction.
 
     Args:
-        fraction: What was given.
+        fraction: The user's value.
         has_own_states: Whether another optimizer keeps states on the host.
 
     Raises:
-        ValueError: It is neither a number from 0 to 1 nor ``"auto"``; or it may move states that
-            are another optimizer's.
+        ValueError: It is neither a number from 0 to 1 nor ``"auto"``; or it is ``"auto"``, which
+            may move states, and another optimizer keeps them.
     """
     if fraction == "auto" and has_own_states:
         raise ValueError(
@@ -86,8 +86,8 @@ def check_fraction(fraction: float | str, *, has_own_states: bool = False) -> No
 
 
 def groups_of(parameters: Iterable[torch.Tensor]) -> list[ParameterGroup]:
-    """Return the parameter groups whose parameters are given, in the order of the first of each."""
-    # By identity and in order: the boundary must be the same on all ranks.
+    """Return the parameter groups of parameters, in the order of each group's first parameter."""
+    # Unique and in order: the boundary must be the same on all ranks.
     found = {id(owner): owner for owner in map(group_of, parameters) if owner is not None}
     return list(found.values())
 
@@ -95,17 +95,17 @@ def groups_of(parameters: Iterable[torch.Tensor]) -> list[ParameterGroup]:
 def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
     """Choose the parameter groups to offload; local, the same on all ranks.
 
-    What cannot be offloaded stays on the device and counts: plain tensors, main weights that are
-    not fp32, and groups with a trainable parameter that is not given. Groups that were offloaded
-    before stay so.
+    What cannot be offloaded stays on the device, but counts in the total: plain tensors, main
+    weights that are not fp32, and groups with a trainable parameter that is not given. Groups that
+    were offloaded before stay offloaded.
 
     Args:
-        parameters: The optimizer's, in forward order.
+        parameters: The optimizer's parameters, in forward order.
         fraction: The part of all local elements to offload.
 
     Raises:
-        ValueError: Parameters live on the host by the policy of ``fully_shard``.
-        NotImplementedError: Some are to move, and there are quantized ones.
+        ValueError: Parameters are on the host by the offload policy of ``fully_shard``.
+        NotImplementedError: The fraction is not 0 and some parameters are quantized.
     """
     groups = groups_of(parameters)
     _refuse_parameters_on_host(groups)
@@ -116,7 +116,7 @@ def groups_to_offload(parameters: Sequence[torch.Tensor], fraction: float) -> li
 
 
 def groups_to_return(parameters: Sequence[torch.Tensor], fraction: float) -> list[ParameterGroup]:
-    """Choose which of the offloaded groups come back to the device, to leave this fraction."""
+    """Choose the offloaded groups to bring back to the device, so that this fraction stays."""
     chosen = _chosen(parameters, fraction)
     return [g for g in groups_of(parameters) if g not in chosen and g.host_memory is not None]
 
@@ -126,7 +126,7 @@ def _chosen(parameters: Sequence[torch.Tensor], fraction: float) -> list[Paramet
     groups = groups_of(parameters)
     movable = [group for group in groups if _is_movable(group, given)]
     numels = [group.main_weight.flat.numel() for group in movable]
-    # The fraction is one of all elements, so that "0.5" means half of the memory.
+    # The fraction counts all elements, so that 0.5 means half of the memory.
     others = sum(g.main_weight.flat.numel() for g in groups if g not in movable)
     plain = sum(p.numel() for p in parameters if group_of(p) is None)
     return movable[first_offloaded(numels, others + plain, fraction) :]
@@ -147,7 +147,7 @@ def _refuse_parameters_on_host(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _refuse_quantized(groups: Sequence[ParameterGroup]) -> None:
-    # Codes are made of main weights where these are, by kernels of the device.
+    # Kernels of the device make codes from main weights, so these must be on the device.
     for group in groups:
         if group.quantization is not None:
             raise NotImplementedError(
@@ -161,7 +161,7 @@ def _refuse_quantized(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
-    # Where another optimizer shares the group, it would step rows that have moved away.
+    # All parameters must be given: another optimizer that shares the group would step moved rows.
     return (
         group.dtypes.main == torch.float32
         and group.quantization is None
@@ -171,7 +171,7 @@ def _is_movable(group: ParameterGroup, given: set[int]) -> bool:
 
 def offload(group: ParameterGroup, ledger: ByteLedger, *, num_states: int, is_pinned: bool) -> None:
     """Move a group's main weight into a slab of the host with room for its fp32 states; local."""
-    # An earlier optimizer may have offloaded it; the new one takes the slab as it is.
+    # If an earlier optimizer has offloaded the group, the new one uses its slab.
     if group.host_memory is None:
         numel = group.main_weight.flat.numel()
         nbytes = aligned_nbytes(numel * torch.float32.itemsize)

@@ -1,18 +1,19 @@
 """Speculative steps: Adam on the host during backward, before the norm of all gradients is known.
 
-A step that waits for the norm leaves the host idle during backward. Where the loop marks the last
-microbatch, and the optimizer clips by itself, each bucket is stepped as soon as its gradients are
-complete, by the factor of a step that does not clip. It reads one slab and writes another, so
-nothing that is shown changes before ``step()``::
+A step that waits for the norm leaves the host idle during backward. If the loop marks the last
+microbatch, and the optimizer itself clips, each bucket is stepped as soon as its gradients are
+complete, with the factor of a step that does not clip. It reads one slab and writes another, so no
+visible parameter or state changes before ``step()``::
 
-    slab    weight  exp_avg  exp_avg_sq   read; parameters and states show it
-    spare   weight  exp_avg  exp_avg_sq   written; a right guess exchanges the two
+    slab    weight  exp_avg  exp_avg_sq   read; parameters and states are views of it
+    spare   weight  exp_avg  exp_avg_sq   written; if the guess was right, the two are exchanged
 
 ``step()`` compares what it would do with what was done, and repeats what differs. A wrong guess
-costs time, never bits.
+costs time, but never changes a result.
 
 hybrid.py calls :meth:`StepsAhead.begin` in backward and :meth:`StepsAhead.take` in ``step()``;
-:meth:`StepsAhead.cancel` drops work in between. bucket.py and bucket_step.py do not use this file.
+:meth:`StepsAhead.cancel` cancels work in between. bucket.py and bucket_step.py do not use this
+file.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from megafsdp.optimizer.offload.bucket_step import (
 
 Speculate = bool | Literal["auto"]
 
-# "auto" guesses while a running mean of past norms is below this part of the limit.
+# "auto" guesses while a running mean of past norms is below _MARGIN times the limit.
 _DECAY = 0.9
 _MARGIN = 0.8
 # Sums of squares are rounded differently here and in the norm.
@@ -55,7 +56,7 @@ def check_speculate(speculate: object) -> None:
     """Check the choice of speculation.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is none of the choices.
     """
     if not (isinstance(speculate, bool) or speculate == "auto"):
         raise ValueError(
@@ -73,9 +74,9 @@ class OffloadCounts:
     """Counts of the steps of buckets that ran ahead of ``step()``.
 
     Attributes:
-        speculated: Ran ahead.
-        committed: Of these, taken as they were.
-        replayed: Of these, made anew with another factor or other hyperparameters.
+        speculated: Steps that ran ahead.
+        committed: Of these, steps whose result was used.
+        replayed: Of these, steps that were repeated with another factor or other hyperparameters.
     """
 
     speculated: int = 0
@@ -88,19 +89,19 @@ class ClippingForecast:
 
     Args:
         scale: The guessed factor on the gradients.
-        max_norm: The norm from which the step clips.
+        max_norm: The norm above which the step clips.
     """
 
     def __init__(self, scale: float, max_norm: float) -> None:
         self.scale = scale
         self._limit = max_norm * (1.0 + _ROUNDING)
         self._square_sum = 0.0
-        # For the sum, which the worker adds to. Backward reads is_refuted without it: one flag.
+        # Guards the sum, which the worker adds to. Backward reads is_refuted, one flag, without it.
         self._lock = threading.Lock()
         self.is_refuted = False
 
     def add_norm(self, norm: float) -> None:
-        """Count the norm of some of this rank's gradients: that of all is no smaller."""
+        """Add the norm of some of this rank's gradients; the norm of all is at least as large."""
         with self._lock:
             self._square_sum += (norm * self.scale) ** 2
             # Written so that NaN refutes the guess too.
@@ -112,7 +113,7 @@ class Forecaster:
     """Make the forecast of each step from the norms of past steps.
 
     Args:
-        speculate: Whether to guess; ``"auto"`` while the norm stays well below the limit.
+        speculate: Whether to guess; ``"auto"`` guesses while the norm stays well below the limit.
     """
 
     def __init__(self, speculate: Speculate) -> None:
@@ -132,7 +133,7 @@ class Forecaster:
         )
 
     def _read_last(self) -> None:
-        # Read one step later, when the device has long made them: nothing waits in step().
+        # Read one step later, when the values have long arrived, so that step() does not wait.
         if self._last is None:
             return
         (norm, loss_scale), self._last = self._last, None
@@ -142,10 +143,10 @@ class Forecaster:
             self._mean_norm = _DECAY * before + (1.0 - _DECAY) * value
 
     def forecast(self, max_norm: float) -> ClippingForecast | None:
-        """Return the guess for the coming step; None not to guess."""
+        """Return the forecast for the coming step; None means not to guess."""
         self._read_last()
         if self.speculate == "auto":
-            # Early steps clip nearly always: until a norm is known the guess is that they do.
+            # Early steps nearly always clip: do not guess until a norm is known.
             mean = math.inf if self._mean_norm is None else self._mean_norm
             is_likely = mean < _MARGIN * max_norm or math.isinf(max_norm)
         else:
@@ -154,10 +155,10 @@ class Forecaster:
 
 
 class SpareSlab:
-    """The second slab of a bucket: a weight and moments like those that are shown.
+    """The second slab of a bucket: a weight and moments like those of the shown slab.
 
     Args:
-        bucket: The bucket; not referred to.
+        bucket: The bucket; no reference to it is kept.
         ledger: Counts the bytes.
     """
 
@@ -179,10 +180,10 @@ class SpareSlab:
             )
             for name, buffer in shown.items()
         }
-        # A step does not write the gaps between its runs, which must be zero in both slabs.
+        # Gaps must be zero in both slabs, and a step does not write the gaps between its runs.
         for buffer in self._buffers.values():
             buffer.zero_gaps()
-        # Views of the shown slab and of the spare, made once: thousands are slow to make.
+        # Views of the shown slab and the spare, made once, as thousands are slow to make.
         self._views: dict[str, list[list[torch.Tensor]]] = {}
 
     def step_buffers(self, bucket: Bucket) -> AdamBuffers:
@@ -194,11 +195,11 @@ class SpareSlab:
     def exchange(
         self, bucket: Bucket, states_by_parameter: Mapping[torch.Tensor, dict[str, Any]]
     ) -> None:
-        """Show this slab and keep the other as the spare; copies nothing.
+        """Make this slab the shown one and the other the spare; copies nothing.
 
         Args:
             bucket: The bucket.
-            states_by_parameter: The states that the optimizer shows, in the flat buffers.
+            states_by_parameter: The optimizer's ``state``, with views of the flat buffers.
         """
         if not self._views:
             for name, buffer in bucket.shown().items():
@@ -217,11 +218,11 @@ class AheadStep:
 
     Attributes:
         bucket: The bucket.
-        copy: Its gradients.
+        copy: The copy of its gradients.
         segment_runs: The segments to step.
         forecast: The guess.
-        threads: Of the kernel.
-        counts: Where it is counted.
+        threads: Threads of the kernel.
+        counts: Counts the step.
         spare: The slab that it writes.
     """
 
@@ -238,23 +239,23 @@ class AheadStep:
     _is_cancelled: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        """Fix the buffers, and the state of the weights that they have."""
+        """Choose the buffers, and record the version of the weights in them."""
         self._num_changes = self.bucket.group.num_changes
-        # Taken here: by the time that the worker runs, step() may have exchanged the slabs.
+        # Chosen here: before the worker runs, step() may have exchanged the slabs.
         self.buffers = self.spare.step_buffers(self.bucket)
 
     @property
     def urgency(self) -> int:
-        """Return the place in forward: what runs first there is needed first."""
+        """Return the position in forward: the bucket that runs first is needed first."""
         return self.bucket.position
 
     @property
     def can_begin(self) -> bool:
-        """Return whether the gradients are there."""
+        """Return whether the gradients have arrived."""
         return self.copy.transfer.is_done
 
     def run(self) -> None:
-        """Run the step, in the worker's thread; an error is kept for the :class:`BucketStep`."""
+        """Run the step in the worker's thread; keep an error for the :class:`BucketStep`."""
         if self._is_cancelled:
             return
         try:
@@ -268,24 +269,24 @@ class AheadStep:
         self.forecast.add_norm(self.copy.norm)
         if self.forecast.is_refuted:
             return
-        # The last step's cast is still being read from copy_out until its upload has ended.
+        # The previous step's upload reads copy_out until it has ended.
         self.bucket.wait_for_upload()
         self.threads.update(self.buffers, self.segment_runs, self.forecast.scale)
         self.is_done = True
         self.counts.speculated += 1
 
     def cancel(self) -> None:
-        """Cancel the step: it does not begin any more, and its result is dropped. Returns at once.
+        """Cancel the step: it no longer begins, and its result is not used. Does not wait.
 
-        The slab that is shown may be written meanwhile: a step that runs writes the spare one.
+        The shown slab may then be written even if the step still runs, as it writes the spare.
         """
         self._is_cancelled = True
 
     def has_ended(self) -> bool:
-        """Return whether the guessed step lies in the spare slab; in the worker's thread.
+        """Return whether the spare slab has the guessed step; in the worker's thread.
 
         Raises:
-            BaseException: The error that made it fail.
+            BaseException: The step failed with it.
         """
         if self.error is not None:
             raise self.error
@@ -294,13 +295,13 @@ class AheadStep:
     def is_of(self, copy: GradientCopy, segment_runs: list[SegmentRun]) -> bool:
         """Return whether it steps the current weights by these gradients and hyperparameters."""
         group = self.bucket.group
-        # Compare counts only after this: it is what notices writes by others since the last look.
+        # Before the counts are compared, as only this call notices writes by others.
         group.mark_stale_if_written()
         is_alike = self.copy is copy and self.segment_runs == segment_runs
         return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
 
     def has_guessed(self, scale: float) -> bool:
-        """Return whether this is the factor that was guessed."""
+        """Return whether the guessed factor equals this one in fp32."""
         return round_to_fp32(self.forecast.scale) == round_to_fp32(scale)
 
 
@@ -309,9 +310,9 @@ class ValidatingStep(BucketStep):
     """The step of a bucket that takes the result of an :class:`AheadStep` if the guess was right.
 
     Attributes:
-        counts: Where it is counted what became of steps ahead.
-        states_by_parameter: The states that the optimizer shows.
-        ahead: The step that was begun for this one; None without one.
+        counts: Counts how steps ahead ended.
+        states_by_parameter: The optimizer's ``state``.
+        ahead: The step that was begun ahead of this one, or None.
     """
 
     counts: OffloadCounts = field(kw_only=True)
@@ -320,10 +321,10 @@ class ValidatingStep(BucketStep):
     _takes_ahead: bool = field(init=False, default=False)
 
     def start(self) -> None:
-        """Choose the buffers, issue the copy, and show the spare slab if the step writes there."""
+        """Choose the buffers, issue the copy, and exchange the slabs if the step uses the spare."""
         super().start()
         if self.ahead is not None and self._takes_ahead:
-            # Before the worker has run: readers wait for this step, not for the exchange.
+            # Exchanged before the worker has run: readers wait for this step in any case.
             self.ahead.spare.exchange(self.bucket, self.states_by_parameter)
 
     def _take_buffers(self) -> list[torch.Tensor]:
@@ -331,12 +332,12 @@ class ValidatingStep(BucketStep):
         if ahead is None:
             return super()._take_buffers()
         if ahead.is_of(self._copy, self.segment_runs):
-            # A factor that is still on its way is compared by the worker: step() does not wait.
+            # The worker compares a factor that has not arrived yet, so that step() does not wait.
             self._takes_ahead = not self.scale.is_there or ahead.has_guessed(self.scale.value())
         if not self._takes_ahead:
             ahead.cancel()
             return super()._take_buffers()
-        # From one slab into the other, whether the result is taken or made again.
+        # From one slab into the other, whether the result is used or the step is repeated.
         buffers = self._buffers = ahead.buffers
         self._result, *moments = buffers.outputs
         return [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq, self._result, *moments]
@@ -346,14 +347,14 @@ class ValidatingStep(BucketStep):
             super()._make_result(scale)
 
     def _is_done_ahead(self, scale: float) -> bool:
-        """Return whether the step was made ahead, with this factor; count what becomes of it."""
-        # Released here: it refers to gradients and their copy.
+        """Return whether the step was made ahead with this factor, and count the outcome."""
+        # Release the step ahead, which refers to gradients and their copy.
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return False
         if not ahead.has_ended():
-            # Its gradients came while the worker chose this job, so it is still in the queue. It
-            # must not run later, when the slabs are those of another step.
+            # Its gradients arrived while the worker chose this job, so it is still in the queue.
+            # It must not run later, when the slabs belong to another step.
             ahead.cancel()
             return False
         if self._takes_ahead and ahead.has_guessed(scale):
@@ -367,9 +368,9 @@ class StepsAhead:
     """The work that was begun for the coming step.
 
     Args:
-        speculate: Whether to guess; ``"auto"`` while few steps are clipped.
+        speculate: Whether to guess; ``"auto"`` guesses while few steps are clipped.
         worker: Runs the steps.
-        link: Brings norms and loss scales to the host.
+        link: Copies norms and loss scales to the host.
         ledger: Counts the bytes of second slabs.
     """
 
@@ -380,9 +381,9 @@ class StepsAhead:
         self.forecaster = Forecaster(speculate)
         self._worker, self._link, self._ledger = worker, link, ledger
         self._begun: dict[Bucket, AheadStep] = {}
-        # Weak: a bucket that returns to the device is freed, and its second slab with it.
+        # Weak: a bucket that returns to the device is freed, and its spare with it.
         self._spares: weakref.WeakKeyDictionary[Bucket, SpareSlab] = weakref.WeakKeyDictionary()
-        # Buckets that would have run ahead, had they had one.
+        # Buckets that did not run ahead for lack of a spare.
         self._without_spare: set[Bucket] = set()
         self._forecast: ClippingForecast | None = None
         self._is_new = True
@@ -399,13 +400,13 @@ class StepsAhead:
 
         Args:
             bucket: The bucket.
-            grads: Its main gradient, 1-D, complete.
-            max_norm: The norm from which the step clips.
-            threads: Of the kernel.
+            grads: Its complete main gradient, 1-D.
+            max_norm: The norm above which the step clips.
+            threads: Threads of the kernel.
             find_segment_runs: Returns the segments to step; None to begin nothing.
         """
         if self._is_new:
-            # Once a step: all of its buckets add to one sum of squares.
+            # Once per step: all buckets add to one sum of squares.
             self._forecast, self._is_new = self.forecaster.forecast(max_norm), False
         forecast = self._forecast
         speculates = forecast is not None and not forecast.is_refuted
@@ -416,7 +417,7 @@ class StepsAhead:
         self.cancel(bucket)
         spare = self._spares.get(bucket)
         if spare is None:
-            # Not made here: touching and locking its pages would hold up the backward.
+            # Not made here: touching and pinning its pages would delay backward.
             self._without_spare.add(bucket)
             return
         step = AheadStep(bucket, copy, segment_runs, forecast, threads, self.counts, spare)
@@ -429,11 +430,11 @@ class StepsAhead:
         norm: torch.Tensor | None,
         loss_scale: torch.Tensor | None,
     ) -> None:
-        """Attach to each step the one that was begun for its bucket; drop the others.
+        """Attach to each step the one that was begun for its bucket; cancel the others.
 
         Args:
             steps: The steps of all buckets, not started.
-            norm: Of their gradients, for the next forecast; None if it was not measured.
+            norm: Norm of all gradients, for the next forecast; None if it was not measured.
             loss_scale: Factor on the loss; None for 1.
         """
         self.forecaster.note_step(norm, loss_scale, self._link)
@@ -445,25 +446,25 @@ class StepsAhead:
         self.cancel_all()
 
     def make_spares(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Make the second slabs of buckets, and of those that lacked one in the last backward."""
+        """Make the spares of buckets, and of those that lacked one in the last backward."""
         for bucket in (*buckets, *self._without_spare):
             self._spares[bucket] = SpareSlab(bucket, self._ledger)
         self._without_spare.clear()
 
     @property
     def pinned_nbytes(self) -> int:
-        """Return the locked bytes of second slabs."""
+        """Return the pinned bytes of all spares."""
         return sum(spare.pinned_nbytes for spare in self._spares.values())
 
     def cancel(self, bucket: Bucket) -> None:
-        """Drop what was begun for a bucket, which others will read or write; returns at once."""
+        """Cancel the work for a bucket, before others read or write its memory; does not wait."""
         self._without_spare.discard(bucket)
         step = self._begun.pop(bucket, None)
         if step is not None:
             step.cancel()
 
     def cancel_all(self) -> None:
-        """Drop what was begun for a step that does not come, or not with these weights."""
+        """Cancel all work for the coming step, whose inputs may change."""
         for bucket in list(self._begun):
             self.cancel(bucket)
         self._is_new = True

@@ -1,8 +1,8 @@
-"""Any element-wise torch optimizer in the place of Adam for the part that lives on the host.
+"""Any element-wise torch optimizer, instead of Adam, for the part on the host.
 
-It steps one plain tensor a parameter, this rank's part of the main weight, and keeps its own
-states, which are shown as tensors like the parameter. Slower than the kernel: several passes over
-the memory, a few calls a parameter. It never runs ahead of ``step()``.
+It steps one plain tensor per parameter, this rank's part of the main weight, and keeps its own
+states, which are shown as tensors like the parameter. It is slower than the kernel: several passes
+over the memory, and a few calls per parameter. It never runs ahead of ``step()``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class HostOptimizer:
     """A torch optimizer over this rank's parts of offloaded parameters.
 
     Args:
-        kind: Its class; the update of an element must depend on that element alone.
+        kind: Its class; the update of an element must depend only on that element.
         options: Its keywords. ``lr`` always follows the parameter groups; ``betas``, ``eps`` and
-            ``weight_decay`` do where the class has them and the keywords do not.
+            ``weight_decay`` do so if the class has them and they are not among the keywords.
         parameters: The offloaded parameters of each parameter group.
 
     Raises:
@@ -52,17 +52,17 @@ class HostOptimizer:
         parameters: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._options = dict(options)
-        # Parameters whose states were shown: an empty dict then means that the user dropped them.
+        # Parameters whose states were shown: if their state is empty now, the user dropped it.
         self._shown: set[int] = set()
         self.plain: dict[int, torch.nn.Parameter] = {
-            # .data counts writes apart: the worker's must not be taken for a load by the user.
+            # .data has its own version counter: a write by the worker must not look like a load.
             id(p): torch.nn.Parameter(local_tensor(p).data.view(-1))
             for own in parameters
             for p in own
         }
         groups = [{"params": [self.plain[id(p)] for p in own]} for own in parameters]
         self.optimizer = kind(groups, **options)
-        # An option that was given here is fixed; others follow the groups that schedulers change.
+        # Options that are given here are fixed; others follow the groups, which schedulers change.
         self._followed = [name for name in _FOLLOWED if name == "lr" or name not in options]
 
     def steps(self, parameter: torch.Tensor) -> bool:
@@ -70,9 +70,9 @@ class HostOptimizer:
         return id(parameter) in self.plain
 
     def hyperparameters(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return what a step copies from the parameter groups users see, and take their members."""
+        """Return the values that a step copies from the users' groups, and adopt their members."""
         groups = self.optimizer.param_groups
-        # Users may move parameters between groups, and add and drop groups, between steps.
+        # Between steps, users may move parameters between groups, and add and drop groups.
         groups += [dict(self.optimizer.defaults) for _ in param_groups[len(groups) :]]
         del groups[len(param_groups) :]
         for group, own in zip(param_groups, groups, strict=True):
@@ -87,7 +87,7 @@ class HostOptimizer:
         ]
 
     def shown_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a parameter's states, those of its shape like it; aliases."""
+        """Return a parameter's states; those of its shape as tensors like it; aliases."""
         plain = self.plain[id(parameter)]
         local = local_tensor(parameter)
         self._shown.add(id(parameter))
@@ -99,7 +99,7 @@ class HostOptimizer:
         }
 
     def begin_again(self, parameter: torch.Tensor) -> None:
-        """Drop a parameter's states if they were shown, as its user dropped the shown ones."""
+        """Drop a parameter's states if they were shown, as the user has dropped the shown ones."""
         plain = self.plain[id(parameter)]
         if id(parameter) not in self._shown or not self.optimizer.state.get(plain):
             return
@@ -111,7 +111,7 @@ class HostOptimizer:
             self.optimizer.state[plain] = fresh.state[plain]
 
     def take_over(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
-        """Replace a parameter's states by loaded ones, in the memory of those there are."""
+        """Replace a parameter's states by loaded ones, in the memory of existing states."""
         plain = self.plain[id(parameter)]
         before = self.optimizer.state.get(plain, {})
         taken = {}
@@ -119,22 +119,22 @@ class HostOptimizer:
             taken[name] = value
             if isinstance(value, torch.Tensor):
                 own = local_tensor(value)
-                # A plain scalar is a count; the state of a scalar parameter is sharded as that is.
+                # A plain scalar is a count; the state of a scalar parameter is a DTensor like it.
                 own = own.reshape(-1) if own.ndim or isinstance(value, DTensor) else own
                 kept = before.get(name)
                 is_alike = isinstance(kept, torch.Tensor) and kept.shape == own.shape
-                # In the memory that there is: states shown before alias it.
+                # In the existing memory, if it fits: states shown before alias it.
                 taken[name] = kept.copy_(own) if is_alike else own.clone()
         self.optimizer.state[plain] = taken
 
 
 class HostPlan(GroupPlan):
-    """The plan of one optimizer group some of whose parameters a :class:`HostOptimizer` steps.
+    """The plan of an optimizer group of which a :class:`HostOptimizer` steps some parameters.
 
     Args:
         parameters: The group's list of parameters.
-        store: Where the states of the others are.
-        host: Steps the parameters apart.
+        store: Where the states of the other parameters are.
+        host: The optimizer that steps some of them.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class HostPlan(GroupPlan):
         )
 
     def owners(self) -> list[ParameterGroup]:  # type: ignore[override]
-        """Return the parameter groups whose main weights the parameters are."""
+        """Return the parameter groups that own the parameters."""
         found = {id(owner): owner for owner in super().owners()}
         found |= {id(o): o for o in map(group_of, self.on_host) if o is not None}
         return list(found.values())
@@ -160,13 +160,13 @@ class HostPlan(GroupPlan):
     def find(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
     ) -> FoundGrads:
-        """Collect gradients; those on the host are checked alone, and have no states here."""
+        """Collect gradients; those of the host's parameters are only checked."""
         found = super().find(states_by_parameter, attribute=attribute)
         for parameter in self.on_host:
             grad = getattr(parameter, attribute, None)
             if grad is not None:
                 check_grad(parameter, grad)
-                # Only where the user has dropped states, or before the first step.
+                # The user has dropped the states, or this is the first step.
                 if not states_by_parameter.get(parameter):
                     self._host.begin_again(parameter)
         return found
@@ -178,7 +178,7 @@ class TorchBucketStep(BucketStep):
 
     Attributes:
         host: The optimizer.
-        hyperparameters: What it takes over first, by parameter group.
+        hyperparameters: Values for its parameter groups, set before the step.
     """
 
     host: HostOptimizer = field(kw_only=True)
@@ -192,14 +192,14 @@ class TorchBucketStep(BucketStep):
         run = states.range_of(index)
         segment = AdamSegment(run.start, run.stop, AdamHyper())
         buffer = grad.buffer if isinstance(grad, FlatGradient) else None
-        # The flat buffer if it fits: gradients of all parameters then travel in one copy.
+        # The flat buffer if it fits: the gradients of all parameters then take one copy.
         is_like = buffer and grad.index == index and buffer.layout is states.layout
         grads = buffer.flat if buffer and is_like else local_tensor(grad).reshape(-1)
         self.add(grads, SegmentRun((segment,), step=1, numel=run.numel))
         self._stepped.append(self.host.plain[id(parameter)])
 
     def _issue_copy(self) -> GradientCopy:
-        # Flat buffers and single gradients are mixed where a user has made some of them.
+        # Flat buffers and single gradients are mixed if a user has made some gradients.
         numel = self.bucket.grad.numel()
         if all(grads.numel() == numel for grads in self._grads):
             return super()._issue_copy()
@@ -222,9 +222,9 @@ class TorchBucketStep(BucketStep):
         ranges = [(s.start, s.stop) for run in self.segment_runs for s in run.segments]
         for plain, (start, stop) in zip(self._stepped, ranges, strict=True):
             grad = self.bucket.grad[start:stop].to(plain.dtype)
-            # Multiplying by 1 costs a pass over the memory.
+            # Do not multiply by 1: it costs a pass over the memory.
             plain.grad = grad if scale == 1.0 else grad * scale
-        # The gradients are views of the bucket's, which the next copy overwrites: drop them always.
+        # Always drop the gradients: they are views of the bucket's, which the next copy overwrites.
         try:
             optimizer.step()
         finally:
@@ -236,17 +236,17 @@ class TorchBucketStep(BucketStep):
 
 
 def _unchanging(value: Any) -> Any:
-    """Return a value, or a tuple of values, as it is: schedulers fill tensors in place."""
+    """Return a copy of a value or tuple of values: schedulers fill tensors in place."""
     if isinstance(value, tuple | list):
         return type(value)(_unchanging(item) for item in value)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_host_optimizer(kind: object, options: object) -> None:
-    """Check what is to step the host's part.
+    """Check the optimizer for the host's part.
 
     Raises:
-        TypeError: It is no class of optimizers; or options are given without one.
+        TypeError: ``kind`` is not an optimizer class; or options are given without a class.
         NotImplementedError: Its update of an element depends on others.
     """
     is_class = isinstance(kind, type) and issubclass(kind, Optimizer)
@@ -259,7 +259,7 @@ def check_host_optimizer(kind: object, options: object) -> None:
                 hint="Give the class itself, such as torch.optim.SGD, and its keywords beside it",
             )
         )
-    # Rprop works here, on plain tensors.
+    # Rprop is refused for DTensors, but works here, on plain tensors.
     if not isinstance(kind, type) or issubclass(kind, torch.optim.Rprop):
         return
     cure = cure_of_optimizer(kind)
