@@ -1,8 +1,8 @@
-"""The states with which an optimizer's first step begins, made before it.
+"""Make the states of an optimizer's first step before that step.
 
-``torch.distributed.checkpoint`` fills the states that there are: a new optimizer, which has none,
-would load none. Optimizers of this package make theirs themselves. Those of torch make them in a
-step, and here that is one of another optimizer over zeros: no weight and no gradient is touched.
+``torch.distributed.checkpoint`` fills existing states: a new optimizer has none and would load
+none. Optimizers of this package make their states themselves. torch's make them only in a step;
+here another optimizer of the class steps zeros, so no weight and no gradient is touched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from megafsdp.errors import expected
 
-# Classes whose states begin at zero, with the states of each that do not.
+# Classes whose states begin at zero, with the exceptions of each.
 _BEGINNINGS: dict[type[Optimizer], dict[str, float]] = {
     torch.optim.Adadelta: {},
     torch.optim.Adam: {},
@@ -32,18 +32,17 @@ class MakesStates(Protocol):
     """An optimizer that can make its states before a step."""
 
     def make_states(self) -> None:
-        """Give each trainable parameter the states with which its first step begins; local."""
+        """Give each trainable parameter without states those of its first step; local."""
 
 
 def make_states(optimizer: Optimizer) -> None:
-    """Give an optimizer the states with which its first step begins; local.
+    """Give an optimizer the missing states of its first step; local.
 
-    The steps after it have the bits that they have without. States that are there stay, as of the
-    other parameters where some never had a gradient. Beside them there exist at most two tensors
-    like one parameter.
+    Later steps give the same bits as without this. Existing states stay, e.g. if only some
+    parameters had a gradient so far. Temporary memory is at most two tensors like one parameter.
 
     Raises:
-        NotImplementedError: How its states begin is not known.
+        NotImplementedError: The initial states of its class are not known.
     """
     missing = [
         (group, p)
@@ -56,10 +55,10 @@ def make_states(optimizer: Optimizer) -> None:
     if isinstance(optimizer, MakesStates):
         optimizer.make_states()
         return
-    # Constructors of subclasses differ from that of the base class.
+    # Any, as constructors of subclasses differ from that of the base class.
     kind: Any = type(optimizer)
     beginning = _BEGINNINGS.get(kind)
-    # The first step of SGD leaves dampening out, and knows itself by missing states.
+    # SGD recognizes its first step, which omits dampening, by missing states.
     if beginning is None or any(group.get("dampening") for group in optimizer.param_groups):
         raise NotImplementedError(
             expected(
@@ -76,5 +75,5 @@ def make_states(optimizer: Optimizer) -> None:
         stepped = kind([{**group, "params": [stand_in]}])
         stepped.step()
         for name, value in stepped.state[stand_in].items():
-            # Counts are at 1, and some moments at eps.
+            # Reset: after the step, counts are 1, and some moments are eps.
             optimizer.state[parameter][name] = value.fill_(beginning.get(name, 0.0))

@@ -1,8 +1,8 @@
-"""Optimizer states that lie like the main weight of a parameter group, in one flat buffer each.
+"""Optimizer states in flat buffers with the layout of the parameter group's main weight.
 
 One pass over a buffer then serves all parameters of a group: neighbours that are stepped alike form
-a *run*, gaps between them included, which are zero. Users and checkpoints see DTensors over the
-same memory, one a parameter. Nothing here depends on the formula of a step.
+a *run*, including the gaps between them, which are zero. Users and checkpoints see DTensors over
+the same memory, one per parameter. Nothing here depends on the formula of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafsdp.device.torch_private import version_of
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 
-# Bounds the cache of runs: with routed experts other parameters may step together every time.
+# Bounds the cache of runs: with routed experts, different parameters may step each time.
 _MOST_RUNS = 16
 _STEP = "step"
 
@@ -32,7 +32,7 @@ class FlatRun:
 
     Attributes:
         start: First element.
-        stop: One behind the last.
+        stop: One past the last element.
         numel: Elements that belong to parameters: the length without gaps.
     """
 
@@ -45,14 +45,14 @@ class FlatStates:
     """The states of one parameter group.
 
     Args:
-        group: The group; referred to weakly.
+        group: The group; only a weak reference is kept.
         dtypes: Dtype of each state by name.
         counts_on_device: Keep the counts of steps on the group's device, not on the CPU.
 
     The buffers are zero at first.
 
     Raises:
-        ValueError: The counts are to be on the device and the parameters live on the host.
+        ValueError: ``counts_on_device`` is set but the parameters are on the host.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class FlatStates:
                     hint="Leave out one of the two",
                 )
             )
-        # Weak: the store maps the group to this, so a strong reference would keep both for good.
+        # Weak: the store maps the group to self, so a strong reference would keep both forever.
         self._group = weakref.ref(group)
         self.layout = group.layout
         self.buffers: dict[str, DBuffer] = {
             name: group.new_state_buffer(dtype) for name, dtype in dtypes.items()
         }
-        # Gaps too: a step reads them with the runs around them.
+        # Gaps too, as a step reads them with the runs around them.
         for buffer in self.buffers.values():
             buffer.flat.zero_()
         tensors = [group.main_weight.tensor(i) for i in range(len(group.parameters))]
@@ -88,15 +88,16 @@ class FlatStates:
             (i for i, t in enumerate(tensors) if t.numel()), key=lambda i: self._ranges[i]
         )
         self.indices = {id(p.sharded): i for i, p in enumerate(group.parameters)}
-        # Counts of steps twice: tensors that the optimizer shows, and numbers, read without a wait.
+        # Counts of steps are kept twice: as tensors that the optimizer shows, and as numbers, to be
+        # read without a wait.
         device = group.device if counts_on_device else "cpu"
         self._steps = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-        # Adding a number takes several times as long: torch makes a tensor of it each time.
+        # A tensor, as adding a number takes several times as long.
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._shown_steps = list(self._steps)
         self._counts = [0] * len(tensors)
         self._counted_version = version_of(self._steps)
-        # States that were handed out, whose memory need not be zero.
+        # States that were handed out; their memory may not be zero.
         self._used: set[tuple[int, str]] = set()
         self._runs: dict[tuple[int, ...], list[FlatRun]] = {}
 
@@ -110,15 +111,15 @@ class FlatStates:
     def adopt(self, index: int, name: str, current: torch.Tensor | None) -> torch.Tensor:
         """Return state ``name`` of a parameter as a view of the flat buffer.
 
-        A current state that lies elsewhere, as a load leaves it, is copied in; without one, the
-        state begins again at zero.
+        A current state in other memory, e.g. after a load, is copied in. Without a current state,
+        the state starts again at zero.
         """
         buffer = self.buffers[name]
         own = buffer.tensor(index)
         if current is not None:
             local = local_tensor(current)
             is_there = local.data_ptr() == own.data_ptr() and local.dtype == own.dtype
-            # Users get DTensors; a plain tensor, and any empty one, may only seem to be there.
+            # Users get DTensors: a plain or empty tensor may have this address by chance.
             if is_there and isinstance(current, DTensor):
                 return current
             own.copy_(local.reshape(-1))
@@ -136,20 +137,20 @@ class FlatStates:
         """Exchange the memory of the states with that of other buffers; copies nothing.
 
         Args:
-            others: A buffer like that of each state.
-            views: Of each of them those of the parameters, in their local shapes.
-            states_by_parameter: What the optimizer shows, all of it in the flat buffers.
+            others: For each state, a buffer like its own.
+            views: For each of these buffers, views of the parameters in their local shapes.
+            states_by_parameter: The optimizer's ``state``, with views of the flat buffers.
         """
         for name, buffer in self.buffers.items():
             buffer.exchange(others[name])
             for index, parameter in enumerate(self.group.parameters):
                 shown = states_by_parameter.get(parameter.sharded, {}).get(name)
-                # The same object over other memory: users and the optimizer refer to it.
+                # Keep the object, which users and the optimizer refer to; change its memory.
                 if shown is not None:
                     local_object(shown).data = views[name][index]
 
     def adopt_step(self, index: int, current: torch.Tensor | float | None) -> torch.Tensor:
-        """Return a parameter's count of steps, 0-dim fp32, which takes over what there is, or 0."""
+        """Return a parameter's count of steps, 0-dim fp32, set to the current count or to 0."""
         own = self._shown_steps[index]
         if current is None:
             if (index, _STEP) in self._used:
@@ -160,7 +161,7 @@ class FlatStates:
         return own
 
     def shown_step(self, index: int) -> torch.Tensor:
-        """Return the tensor of :meth:`adopt_step`; writing to it changes the count."""
+        """Return the tensor from :meth:`adopt_step`; a write to it changes the count."""
         return self._shown_steps[index]
 
     def advance(self, indices: list[int]) -> dict[int, list[int]]:
@@ -170,7 +171,7 @@ class FlatStates:
             The parameters by their new counts.
         """
         counts = self._current_counts()
-        # Nearly always all: one operator instead of an index and a write.
+        # Nearly always all parameters: one operator instead of an index and a write.
         if len(indices) == len(counts):
             self._steps.add_(self._one)
             counts = self._counts = [count + 1 for count in counts]
@@ -182,7 +183,7 @@ class FlatStates:
         return _by_count(indices, counts)
 
     def take_back(self, indices: list[int]) -> None:
-        """Take back the step that :meth:`advance` has counted last for these parameters."""
+        """Undo the last :meth:`advance` of these parameters."""
         counts = self._current_counts()
         self._steps[indices] -= 1
         for index in indices:
@@ -190,18 +191,18 @@ class FlatStates:
         self._counted_version = version_of(self._steps)
 
     def upcoming(self, indices: list[int]) -> dict[int, list[int]]:
-        """Return the result of :meth:`advance` without counting."""
+        """Return what :meth:`advance` would return, without counting."""
         return _by_count(indices, [count + 1 for count in self._current_counts()])
 
     def _current_counts(self) -> list[int]:
         if version_of(self._steps) != self._counted_version:
-            # The shown counts are views, which a load has written.
+            # A load has written to the shown counts, which are views.
             self._counts = [int(count) for count in self._steps.tolist()]
             self._counted_version = version_of(self._steps)
         return self._counts
 
     def range_of(self, index: int) -> FlatRun:
-        """Return where one parameter lies in the local buffer."""
+        """Return the range of one parameter in the local buffer."""
         start, stop = self._ranges[index]
         return FlatRun(start, stop, stop - start)
 
@@ -218,7 +219,7 @@ class FlatStates:
     def _join(self, indices: Collection[int]) -> list[FlatRun]:
         wanted, runs = set(indices), list[FlatRun]()
         is_joined = False
-        # In the order of the buffer, in which slots of the layout need not lie.
+        # In the order of the buffer, which may differ from that of the layout's slots.
         for i in self._order:
             if i not in wanted:
                 is_joined = False
@@ -234,12 +235,12 @@ class FlatStates:
 
     @property
     def numel(self) -> int:
-        """Return the elements of parameters on this rank."""
+        """Return the number of parameter elements on this rank."""
         return sum(stop - start for start, stop in self._ranges)
 
 
 def _by_count(indices: list[int], counts: list[int]) -> dict[int, list[int]]:
-    """Divide parameters by their counts of steps."""
+    """Group parameters by their counts of steps."""
     if counts.count(counts[0]) == len(counts):
         return {counts[0]: indices}
     by_count: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
-"""Checks of loaded state dicts: those of torch, and of this package on a mesh of the same size.
+"""Checks of loaded state dicts: from torch, or from this package on a mesh of the same size.
 
-Values are checked against the parameters of this rank; how they are kept is up to the optimizer.
+States are checked against the parameters of this rank; the optimizer decides how to keep them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def check_loaded_states(
     param_groups: Sequence[Mapping[str, Any]],
     names_of: Callable[[torch.Tensor], Collection[str] | None],
 ) -> None:
-    """Check that the states of a state dict have the shape of what this rank has; local.
+    """Check that the states of a state dict have the shape of this rank's rows; local.
 
     Args:
         packed: The state dict.
-        param_groups: Of the optimizer that loads it.
-        names_of: Returns the names of the states that it can use for a parameter; None for any.
+        param_groups: Parameter groups of the optimizer that loads it.
+        names_of: Returns the names of the states that it can use for a parameter; None means any.
 
     Raises:
-        NotImplementedError: A state is whole, or torch has cut it.
-        ValueError: A plain state has another shape than this rank's rows; or an option or a state
-            of the optimizer that made it is not built here.
+        NotImplementedError: A state is whole, or torch has sharded it.
+        ValueError: A plain state does not have the shape of this rank's rows; or the state dict has
+            an option or a state that is not supported here.
     """
     for group in packed["param_groups"]:
         for name in FOREIGN_OPTIONS:
@@ -74,7 +74,7 @@ def check_loaded_states(
 
 
 def _check_state(parameter: torch.Tensor, where: str, value: torch.Tensor) -> None:
-    # Local lengths may agree by chance where the cuts do not.
+    # Local lengths may agree by chance although the sharding differs.
     if isinstance(value, DTensor) and not is_cut_alike(value, parameter):
         refuse_full_state(where)
     own = local_tensor(parameter)
@@ -93,6 +93,6 @@ def fill_options(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, 
     """Add the default of each option that loaded parameter groups lack."""
     for group in param_groups:
         for name, value in defaults.items():
-            # torch adds this one to the defaults of any optimizer that loads.
+            # torch adds this option to the defaults of any optimizer that loads.
             if name != "differentiable":
                 group.setdefault(name, value)

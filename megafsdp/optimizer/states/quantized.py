@@ -1,8 +1,8 @@
 """Quantized parameters of torch's FSDP2 or of a plain model, and their fp32 main weights.
 
 Codes are too coarse to be stepped: an update far below the distance of two codes would be lost. So
-the state ``main_param`` is an fp32 weight like the parameter, over the memory that ``quantize_``
-kept. The step changes it as it does any fp32 weight, and then makes all codes at once.
+the state ``main_param`` is an fp32 weight like the parameter, in the memory that ``quantize_``
+kept. A step changes it like any fp32 weight, and then makes all codes at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MAIN_WEIGHT = "main_param"
 
 
 def main_weight_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the fp32 weight of a quantized parameter, a tensor like it; aliases; None for others.
+    """Return the fp32 weight of a quantized parameter, a tensor like it; aliases. Else None.
 
-    After a load of codes alone it has their values.
+    If only codes were loaded, the weight has their values.
     """
     shard = shard_of(parameter)
     if shard is None:
@@ -37,10 +37,10 @@ def main_weight_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Show the main weight of a quantized parameter among its states, or take one over; local.
+    """Show the main weight of a quantized parameter among its states, or adopt a loaded one; local.
 
     Raises:
-        ValueError: The one that is there is not like the parameter.
+        ValueError: The main weight in ``state`` does not have the parameter's local shape.
     """
     shard, current = shard_of(parameter), state.get(MAIN_WEIGHT)
     if shard is None:
@@ -52,11 +52,11 @@ def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     own = local_object(current)
     if own is main.values or main.was(own):
         adopt_loaded_codes([shard])
-        # In most steps it is shown already, and to wrap it again takes as long as a small update.
+        # In most steps it is shown already; to wrap it again would take as long as a small update.
         if own is not main.values:
             state[MAIN_WEIGHT] = wrap_like(parameter, main.values)
         return
-    # As a load leaves it.
+    # A load has replaced the main weight.
     if own.shape != main.values.shape:
         raise ValueError(
             expected(
@@ -74,7 +74,8 @@ def prepare_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 def update_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Give a shown main weight the values of codes that were loaded since; local.
 
-    A copy of the states would else undo that load. A copy of a parameter keeps what it has.
+    Otherwise a copy of the states would undo that load. The main weight of a copied parameter is
+    left as it is.
     """
     shard = shard_of(parameter)
     if MAIN_WEIGHT in state and shard is not None and shard.main is not None:
@@ -82,7 +83,7 @@ def update_main_weight(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def encode_quantized(parameters: Iterable[torch.Tensor]) -> None:
-    """Make the codes of all quantized parameters that were stepped; one all-reduce or none.
+    """Make the codes of all stepped quantized parameters; at most one all-reduce.
 
     Collective over the ranks that have rows of them, in the same order.
     """

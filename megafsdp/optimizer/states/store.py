@@ -1,10 +1,10 @@
 """The store of an optimizer's states: in flat buffers, in narrow formats, or one by one.
 
-``optimizer.state`` shows every state as a tensor like its parameter. This file owns the memory
-behind them and brings states that came from elsewhere, as a load leaves them, into that form.
+``optimizer.state`` shows every state as a tensor like its parameter. This file owns the memory of
+the states, and brings states from elsewhere, e.g. from a load, into that form.
 
-With *remainders* a bf16 parameter and an int16 state are the two halves of one fp32 weight, which
-is what a step works on and what checkpoints store.
+With *remainders* a bf16 parameter and an int16 state are the two halves of one fp32 weight; steps
+and checkpoints use that fp32 weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger("megafsdp.optimizer")
 
 STATES = ("exp_avg", "exp_avg_sq")
 REMAINDER = "param_remainder"
-# Shown among the states, but parts of weights.
+# Entries among the states that are parts of weights.
 OF_WEIGHTS = (REMAINDER, MAIN_WEIGHT)
 
 
@@ -41,7 +41,7 @@ class StateStore:
     Args:
         dtypes: The dtype of each moment; some parameters keep fp32 (:func:`_dtype_of`).
         has_remainders: Whether parameters are bf16 with a remainder each.
-        counts_on_device: Whether counts of steps are kept where the parameters are.
+        counts_on_device: Whether counts of steps are on the device of the parameters.
     """
 
     def __init__(
@@ -57,16 +57,17 @@ class StateStore:
         self._main_dtype = torch.bfloat16 if has_remainders else torch.float32
         self._flat: weakref.WeakKeyDictionary[ParameterGroup, FlatStates]
         self._flat = weakref.WeakKeyDictionary()
-        # The optimizer's elements of each parameter group, and groups of which these are few.
+        # How many elements of each parameter group the optimizer has, and the groups of which it
+        # has too few for flat states.
         self._numels: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
         self._apart: weakref.WeakSet[ParameterGroup] = weakref.WeakSet()
         # Scales and codes by parameter, then by the name of the state.
         self._scaled = WeakTensorKeyDictionary()
-        # Apart from states: a remainder is half of a weight and outlives states that are dropped.
+        # Not among the states: a remainder is half of a weight, and must outlive dropped states.
         self._remainders = WeakTensorKeyDictionary()
 
     def add_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count parameters that the optimizer was given, and log those with wider states; local."""
+        """Count the optimizer's parameters, and warn of those with wider states; local."""
         narrow = [name for name, dtype in self.dtypes.items() if is_scaled(dtype)]
         num_cut = 0
         for parameter in parameters:
@@ -83,10 +84,10 @@ class StateStore:
             )
 
     def flat_place(self, parameter: torch.Tensor) -> tuple[FlatStates, int] | None:
-        """Return the flat states of a parameter's group and its index there; local.
+        """Return the flat states of a parameter's group and its index there, or None; local.
 
-        None if its main weight is not flat or not of the dtype that steps are made for, or if less
-        than half of the group is the optimizer's: flat states would be as long as all of it.
+        None if its main weight is not flat or not of the dtype that flat steps take, or if the
+        optimizer has less than half of the group: flat states would cover the whole group.
         """
         owner = group_of(parameter)
         if owner is None or owner.dtypes.main != self._main_dtype or self._is_apart(owner):
@@ -96,8 +97,8 @@ class StateStore:
         return None if index is None else (states, index)
 
     def _is_apart(self, owner: ParameterGroup) -> bool:
-        """Return whether a group's parameters are stepped one by one, as decided at first."""
-        # Decided once: parameters that are added later must not move states that were shown.
+        """Return whether a group's parameters are stepped one by one; decided once."""
+        # Once, as parameters that are added later must not move states that were shown.
         if owner not in self._flat and owner not in self._apart and owner in self._numels:
             trainable = (p.sharded for p in owner.parameters if p.sharded.requires_grad)
             if 2 * self._numels[owner] < sum(p.numel() for p in trainable):
@@ -105,9 +106,9 @@ class StateStore:
         return owner in self._apart
 
     def prepare(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Bring the states of a parameter into the form kept; missing ones begin at zero; local.
+        """Bring the states of a parameter into the kept form; missing ones start at zero; local.
 
-        A remainder that is missing keeps its value: it is a part of the weight, not a state.
+        A missing remainder keeps its value: it is a part of the weight, not a state.
         """
         prepare_main_weight(parameter, state)
         place = self.flat_place(parameter)
@@ -133,7 +134,7 @@ class StateStore:
                 state[REMAINDER] = place[0].adopt(place[1], REMAINDER, current)
             else:
                 state[REMAINDER] = _by_itself(parameter, torch.int16, current)
-            # Kept beside the shown one: dropping states must not drop half of the weight.
+            # Kept here too, as dropping states must not drop half of the weight.
             if place is None or state[REMAINDER] is not current:
                 self._remainders[parameter] = state[REMAINDER]
 
@@ -148,11 +149,11 @@ class StateStore:
         return dict(self._remainders.items())
 
     def add_remainders(self, remainders: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Take over :meth:`remainders` of another store, with this one's parameters; local."""
+        """Adopt the :meth:`remainders` of another store, by this store's parameters; local."""
         self._remainders.update(remainders)
 
     def forget_remainders(self) -> None:
-        """Begin the remainders of parameters without states at zero; local."""
+        """Reset the remainders of parameters without states to zero; local."""
         self._remainders.clear()
 
     def flat_states(self, owner: ParameterGroup) -> FlatStates:
@@ -173,14 +174,14 @@ class StateStore:
         kept = self._scaled.setdefault(parameter, {})
         local, current = local_tensor(parameter), state.get(name)
         columns = row_numel_of(parameter.shape)
-        # A sharded stack has rows of all its matrices, a replicated one whole matrices: scales are
-        # for the same blocks in both.
+        # In rows of a matrix: a sharded stack has rows of all its matrices, a replicated one whole
+        # matrices, and scales are for the same blocks in both.
         rows = local.numel() // max(columns, 1)
         if name not in kept:
             kept[name] = ScaledState.zeros(
                 rows, columns, dtype, local.device, keeps_positive=name == "exp_avg_sq"
             )
-        # The user has dropped the state: it begins again in the same memory.
+        # The user has dropped the state: it starts again in the same memory.
         elif current is None:
             kept[name].clear()
         codes = kept[name].codes
@@ -192,10 +193,10 @@ class StateStore:
         state[name] = wrap_like(parameter, codes.view(local.shape))
 
     def full_precision(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's states as any optimizer can read them: moments in fp32.
+        """Return a parameter's states in a form that any optimizer can read: moments in fp32.
 
-        Remainders and main weights are left out, which are no states but weights. Moments kept in
-        fp32 are not copied.
+        Remainders and main weights, which are weights, are left out. Moments kept in fp32 are not
+        copied.
         """
         return {
             name: self.unscaled(parameter, name, state)
@@ -209,7 +210,7 @@ class StateStore:
         """Return a parameter's fp32 weight: joined with its remainder, or the parameter itself."""
         if not self.has_remainders:
             return parameter
-        # A weight that was never stepped has no remainder yet: its bf16 value is all of it.
+        # A weight that was never stepped has no remainder yet: its bf16 value is exact.
         remainder = self._remainder(parameter, state)
         local = local_tensor(parameter.detach())
         if remainder is None:
@@ -219,27 +220,27 @@ class StateStore:
     def set_weight(
         self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor
     ) -> None:
-        """Divide an fp32 weight, a tensor like the parameter, into parameter and remainder."""
-        # Rounding its bits could make infinity or zero of a NaN with a payload.
+        """Split an fp32 weight, a tensor like the parameter, into parameter and remainder."""
+        # Plain NaNs first: rounding the bits of a NaN with a payload could give infinity or zero.
         high, low = reference.fp32_to_halves(reference.plain_nans(local_tensor(weight)))
         local_tensor(parameter.detach()).copy_(high)
         state[REMAINDER] = wrap_like(parameter, low)
         self.prepare(parameter, state)
 
     def unscaled(self, parameter: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:
-        """Return a state's values in fp32, a copy like the parameter."""
+        """Return a state's values in fp32, as a copy like the parameter."""
         scaled = self._scaled.get(parameter, {}).get(name)
         local = local_tensor(state[name])
-        # A load may have put a tensor of its own in the place of the codes.
+        # A load may have replaced the codes by a tensor of its own.
         if scaled is not None and _is_same_memory(local, scaled.codes):
             return wrap_like(parameter, scaled.decode().view(local.shape))
         return wrap_like(parameter, local.to(torch.float32, copy=True))
 
     def decode(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the 1-D values of all states in fp32 or bf16; the memory itself if possible."""
+        """Return the 1-D values of all moments in fp32 or bf16; without a copy if possible."""
         values = {}
         kept = {_dtype_of(parameter, dtype) for dtype in self.dtypes.values()}
-        # The kernel takes both moments in one dtype.
+        # The kernel takes both moments in the same dtype.
         is_mixed = len(kept) > 1
         for name in self.dtypes:
             scaled = self._scaled.get(parameter, {}).get(name)
@@ -256,20 +257,20 @@ class StateStore:
     def encode(
         self, parameter: torch.Tensor, state: dict[str, Any], values: dict[str, torch.Tensor]
     ) -> None:
-        """Store the values of :meth:`decode`, changed in place since."""
+        """Store values from :meth:`decode` that a step has changed in place."""
         for name, value in values.items():
             scaled = self._scaled.get(parameter, {}).get(name)
             if scaled is not None:
                 scaled.encode(value.view(scaled.codes.shape), is_step=True)
                 continue
             local = local_tensor(state[name])
-            # Where decode() returned the memory itself, the step has written it.
+            # If decode() returned the memory itself, the step has written there already.
             if value.data_ptr() != local.data_ptr():
                 local.copy_(value.view(local.shape))
 
 
 def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
-    """Return the dtype of a state; fp32 where the mesh cuts rows, and blocks with them."""
+    """Return the dtype of a state; fp32 if a mesh axis cuts rows, and thereby blocks."""
     if is_scaled(wished) and _are_rows_cut(parameter):
         return torch.float32
     return dtype_for(parameter.shape, wished)
@@ -278,7 +279,7 @@ def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
 def _are_rows_cut(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
-    # A row of a stack is one of its matrices'.
+    # A row of a stack is a row of one of its matrices.
     first = 2 if parameter.ndim == 3 else 1
     dims = map(cut_dim, parameter.placements)
     return any(dim is not None and dim >= first for dim in dims)
@@ -287,7 +288,7 @@ def _are_rows_cut(parameter: torch.Tensor) -> bool:
 def _by_itself(
     parameter: torch.Tensor, dtype: torch.dtype, current: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a state like its parameter: what is there, in this dtype, or zeros."""
+    """Return a state like its parameter in this dtype: the current one, or zeros."""
     if current is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and not isinstance(current, DTensor):
@@ -296,5 +297,5 @@ def _by_itself(
 
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Empty tensors are all at one address.
+    # The dtype too, as all empty tensors have the same address.
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
