@@ -1,7 +1,7 @@
-"""Optimizers and what belongs to their step.
+"""Optimizers, and what a step needs beside them.
 
-The public names are exported here. Their parts are in sub-packages: kernels (arithmetic), states,
-grads (norms and clipping), adam, muon, and offload.
+The public names are exported here. The code is in sub-packages: kernels (arithmetic), states, grads
+(norms and clipping), adam, muon, and offload.
 
 Read first: adam/fused_adam.py.
 """

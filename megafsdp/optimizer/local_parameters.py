@@ -1,8 +1,8 @@
 """One plain tensor for each flat buffer of main weights, for element-wise optimizers.
 
-An optimizer of torch steps a model's thousand parameters as a thousand DTensors. Over
+A torch optimizer steps a model's thousand parameters as a thousand DTensors. Over
 :func:`local_parameters` it steps a few long plain tensors, which alias the same memory. That is
-right for an optimizer whose update of an element depends on that element alone.
+correct for an optimizer whose update of an element depends only on that element.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 class LocalParameter(nn.Parameter):
     """This rank's part of one parameter group's main weight, as one plain 1-D tensor.
 
-    ``grad`` is the group's flat main gradient, present when any of its parameters has a gradient,
-    which is moved there if the user assigned it; parameters without one have zeros there. Setting
-    it to None clears all of theirs.
+    ``grad`` is the group's flat main gradient. It exists if any parameter of the group has a
+    gradient; gradients that the user assigned are moved there, and parameters without a gradient
+    have zeros there. Setting it to None clears the gradients of all parameters.
     """
 
     _group: ParameterGroup
@@ -34,13 +34,13 @@ class LocalParameter(nn.Parameter):
         """Make the parameter of one group; aliases its main weight."""
         parameter = as_subclass_with_grad(LocalParameter, group.main_weight.flat)
         parameter._group = group
-        # By this tie the hook after a step finds the group and marks its compute weights as stale.
+        # Through this tie the hook after a step finds the group, to mark its compute weights stale.
         tie_to_group(parameter, group)
         return parameter
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Return the flat main gradient, gaps included, which are zero; None without one."""
+        """Return the flat main gradient, including its gaps, which are zero; None if absent."""
         # A user may have assigned or cleared single gradients: the buffer must agree with them.
         buffer = self._group.gradients.main_grad.adopt_grads()
         return None if buffer is None else buffer.flat
@@ -75,27 +75,26 @@ class LocalParameter(nn.Parameter):
 def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return one plain tensor for each trainable parameter group of a sharded model; local.
 
-    Build an element-wise optimizer over them instead of ``model.parameters()``: the result is the
-    same as long as every parameter of a group gets a gradient, one gets none only together with its
-    group, or the update by a zero gradient is none. Weight decay, too, then applies to all of a
-    group alike. The norms and the clipping of this package count the rows of all ranks, as over
-    ``model.parameters()``; those of torch count this rank's alone. Scale losses with
+    Build an element-wise optimizer over them instead of ``model.parameters()``. The result is the
+    same if the parameters of each group get gradients all together or not at all, or if a zero
+    gradient updates nothing. Weight decay then applies to a whole group alike. The norms and the
+    clipping of this package count the rows of all ranks, as over ``model.parameters()``; torch's
+    count only this rank's. Scale losses with
     :class:`~megafsdp.optimizer.loss_scaler.LossScaler`: ``torch.amp.GradScaler`` sees plain
-    tensors, so each rank would decide by itself whether to skip a step, and ranks would part. The
-    optimizer's states are those of this mesh; an optimizer that is to be saved is built over
+    tensors, so each rank would decide by itself whether to skip a step, and ranks would diverge.
+    The optimizer's states fit only this mesh; to save an optimizer, build it over
     ``model.parameters()``.
 
     Args:
         model: A module with units below it.
 
     Returns:
-        Tensors of 1 dimension in the main weights' dtype, which alias them; each rank's are its
-        own.
+        1-D tensors in the dtype of the main weights, which they alias; each rank has its own part.
 
     Raises:
         ValueError: There is no unit below the model.
     """
-    # Units, not parameters: tied ones lie in one buffer, and so in one of the results.
+    # By unit, not by parameter: tied parameters lie in one buffer, and so in one result.
     units = units_below([model])
     if not units:
         raise ValueError(
@@ -107,6 +106,6 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
             )
         )
     groups = [group for unit in units.values() for group in unit.groups if group.is_trainable]
-    # Steps over the new tensors change main weights: compute weights must become stale after.
+    # Steps over the new tensors change main weights, and compute weights must then become stale.
     watch_optimizer_steps()
     return [LocalParameter.over(group) for group in groups]

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: one factor on the loss, taken off the gradients again before the step.
+"""Loss scaling for fp16: multiply the loss by a factor, and divide gradients by it before a step.
 
 :class:`LossScaler` scales losses, unscales gradients and skips steps that are not finite; all ranks
 agree on that by one small all-reduce. :class:`ScaleRule`, which touches no tensor, derives the
@@ -27,13 +27,13 @@ from megafsdp.errors import expected
 from megafsdp.optimizer.adam.fused_adam import FusedAdam
 from megafsdp.optimizer.adam.plan import gradients_of
 
-# A loss in fp32 times more than this is infinite, and so would the scale stay.
+# A greater scale would make an fp32 loss infinite, so that no step could be finite any more.
 _LARGEST_SCALE = 2.0**127
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """A scale and what its next change depends on.
+    """A scale, and the counts that decide its next change.
 
     Attributes:
         scale: Factor on the loss.
@@ -51,13 +51,13 @@ class ScaleRule:
     """The rule by which a loss scale starts and moves.
 
     Attributes:
-        initial_scale: The first scale; none is above 2^127.
-        min_scale: Backing off stops here.
+        initial_scale: The first scale; no scale exceeds 2^127.
+        min_scale: The lowest scale that backing off reaches.
         growth_factor: Factor after ``growth_window`` finite steps in a row.
         backoff_factor: Factor after a non-finite step, once hysteresis is used up.
         growth_window: Finite steps in a row before the scale grows.
-        hysteresis: Non-finite steps since the scale last grew before it backs off.
-        is_dynamic: False keeps the first scale for good.
+        hysteresis: Non-finite steps since the last growth before the scale backs off.
+        is_dynamic: False keeps the first scale forever.
     """
 
     initial_scale: float = 2.0**32
@@ -72,7 +72,7 @@ class ScaleRule:
         """Check the values against each other.
 
         Raises:
-            ValueError: They cannot work.
+            ValueError: They contradict each other or are out of range.
         """
         # Written so that NaN, which compares false, is refused.
         has_scales = 0 < self.min_scale <= self.initial_scale <= _LARGEST_SCALE
@@ -102,11 +102,11 @@ class ScaleRule:
         if not self.is_dynamic:
             return state
         if not is_finite:
-            # Not reset by finite steps: only growth restores the hysteresis.
+            # Finite steps do not restore the hysteresis; only growth does.
             left = state.hysteresis_left - 1
             backed_off = max(state.scale * self.backoff_factor, self.min_scale)
             return ScaleState(state.scale if left > 0 else backed_off, 0, left)
-        # More than the window where the state is that of a rule with a longer one.
+        # >=: a state from a rule with a longer window may exceed this one's.
         if state.num_finite + 1 >= self.growth_window:
             grown = min(state.scale * self.growth_factor, _LARGEST_SCALE)
             return ScaleState(grown, 0, self.hysteresis)
@@ -134,7 +134,7 @@ class LossScaler:
         self._group = group
         self._state = rule.start()
         self._unscaled: tuple[Optimizer, ...] = ()
-        # On the device until somebody asks; the host has to wait for it.
+        # A device tensor until its value is needed; reading it makes the host wait.
         self._found_inf: torch.Tensor | bool = False
 
     @property
@@ -150,11 +150,11 @@ class LossScaler:
     @without_dynamo
     @torch.no_grad()
     def unscale_(self, *optimizers: Optimizer) -> bool:
-        """Divide the optimizers' gradients by the scale; tell whether all ranks' are finite.
+        """Divide the optimizers' gradients by the scale; return whether all ranks' are finite.
 
         Collective: one all-reduce of one element. Give all optimizers of the step at once; a
-        gradient that several of them step is divided once. Reads the rows of gradients that the
-        steps read, never gaps of flat buffers.
+        gradient that several of them step is divided once. Only rows of gradients are read, as in
+        the step, never gaps of flat buffers.
 
         Raises:
             RuntimeError: Gradients of this step are unscaled already.
@@ -166,18 +166,18 @@ class LossScaler:
     @without_dynamo
     @torch.no_grad()
     def queue_unscale(self, *optimizers: Optimizer) -> None:
-        """Divide as :meth:`unscale_`, without waiting for what it finds.
+        """Divide as :meth:`unscale_` does, without waiting for the result.
 
         Raises:
-            RuntimeError: As :meth:`unscale_`.
-            ValueError: As :meth:`unscale_`.
+            RuntimeError: As for :meth:`unscale_`.
+            ValueError: As for :meth:`unscale_`.
         """
         if self._unscaled:
             raise _out_of_turn(
                 "one unscale_() a step", "a second one", "Give all optimizers in one call"
             )
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-        # The operator of torch takes lists of one device and dtype.
+        # torch's operator takes lists of tensors of one device and dtype.
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         grads = {id(grad): grad for o in optimizers for grad in _gradients(o)}
         for local in map(local_tensor, grads.values()):
@@ -196,13 +196,13 @@ class LossScaler:
         is_bad = torch.zeros(1, dtype=torch.float32, device=device)
         for (kind, _), locals_ in by_kind.items():
             found = torch.zeros(1, dtype=torch.float32, device=kind)
-            # Filled there: a number that is copied to a device is waited for.
+            # Filled on the device: copying a number there would make the host wait.
             inverse = torch.full((1,), 1.0 / self._state.scale, dtype=torch.float32, device=kind)
             unscale_and_check(locals_, found, inverse)
-            # The operator bumps no version counter, and these show a remembered norm to be old.
+            # The operator bumps no version counter, by which a kept norm is seen to be stale.
             torch.autograd.graph.increment_version(locals_)
             is_bad += found.to(device)
-        # A rank that skipped alone would miss the collectives of the step, and ranks would hang.
+        # If one rank alone skipped the step, the others would hang in its collectives.
         all_reduce(is_bad, op="max", group=self._group, label="found inf")
         self._unscaled, self._found_inf = optimizers, is_bad
 
@@ -215,7 +215,7 @@ class LossScaler:
 
     @without_dynamo
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer if all ranks' gradients are finite; tell whether it did.
+        """Step the optimizer if all ranks' gradients are finite; return whether it did.
 
         Unscales first unless :meth:`unscale_` did. A skipped step changes no weight and no state.
 
@@ -224,7 +224,7 @@ class LossScaler:
         """
         if not self._unscaled:
             self.unscale_(optimizer)
-        # A step on gradients that are still scaled would raise no error: refuse it here.
+        # Refused here, as a step on gradients that are still scaled would raise no error.
         if all(optimizer is not unscaled for unscaled in self._unscaled):
             raise _out_of_turn(
                 "an optimizer whose gradients are unscaled",
@@ -239,24 +239,25 @@ class LossScaler:
         """Choose the next step's scale by whether the step was finite.
 
         Args:
-            is_finite: What all ranks found by themselves; None means what :meth:`unscale_` found.
+            is_finite: The outcome, equal on all ranks, if an optimizer checked by itself; None
+                means the outcome of :meth:`unscale_`.
 
         Raises:
             RuntimeError: Nothing was given or unscaled since the last call.
         """
         if is_finite is None and not self._unscaled:
             raise _out_of_turn("a step since the last update()", "none", "Call step() before it")
-        # Optimizers that check by themselves, in a graph, report it here.
+        # Optimizers that check by themselves, in a graph, report the outcome through is_finite.
         found = self._is_finite if is_finite is None else is_finite
         self._unscaled = ()
         self._state = self.rule.after(self._state, is_finite=found)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and what its next change depends on; the rule is not part of it."""
+        """Return the scale and the counts that decide its next change, without the rule."""
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over the state of another scaler; a constant scale does not change.
+        """Load the state of another scaler; a constant scale does not change.
 
         Raises:
             ValueError: It is no state of a LossScaler.
