@@ -1,7 +1,7 @@
 """Quantized weights: formats, recipes, and how compute weights are made from main weights.
 
-The public names are exported here. Bytes are uint8 everywhere; what they mean is said by a format,
-a frozen value.
+The public names are exported here. Bytes are uint8 everywhere; a format, which is a frozen value,
+says what they mean.
 
 Read first: formats.py.
 """

@@ -1,8 +1,8 @@
 """Launches of the compiled CUDA kernels on the caller's current stream.
 
-They are called as the CPU's are, so that kernels.py need not tell them apart. This file chooses
-device and stream, and allocates what a launch needs besides its buffers; nothing here waits for the
-device.
+They have the signatures of the CPU kernels, so that kernels.py need not tell them apart. This file
+chooses device and stream, and allocates what a launch needs besides its buffers; nothing here waits
+for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from megafsdp._native import current_stream, usable_cuda_module
 
-# Counted of maxima and codes of fp32 values by way of bf16, with one scale a tensor.
+# Counted for maxima and codes of fp32 values rounded through bf16, with one scale per tensor.
 _COST = (
     "quantizing is 52 torch operators that move 136 bytes an element instead of kernels that move 9"
 )
@@ -27,19 +27,19 @@ _NO_BUFFER = (0, 0)
 Buffer = tuple[int, int]
 Coding = tuple[str, str, int, int]
 Stack = tuple[int, int, int]
-# Values, first row, shape, maxima and codes; or shape, maxima and table.
+# Values, first row, shape, maxima and codes of a fragment; shape, maxima and table of a tensor.
 FragmentBuffers = tuple[Buffer, int, Stack, Buffer, Buffer]
 TableBuffers = tuple[Stack, Buffer, Buffer]
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixBuffers:
-    """What an encoding of a matrix reads and writes beside its values; what is not there is null.
+    """What the encoding of a matrix reads and writes beside its values; null if absent.
 
     Attributes:
-        codes: One a value, in the order of the values.
-        transposed: The same, transposed.
-        maximum: Of all values, to scale by; without it each block has its own.
+        codes: One code per value, in the order of the values.
+        transposed: The same codes, transposed.
+        maximum: Maximum of all values, to scale by; without it each block has its own.
         table: The scales of blocks.
     """
 
@@ -50,7 +50,7 @@ class MatrixBuffers:
 
 
 def kernels_on(device: torch.device) -> CudaKernels | None:
-    """Return the kernels of a device; None if they are not built or do not run there."""
+    """Return the kernels for a device; None if they are not built or do not run there."""
     module = usable_cuda_module(device, "megafsdp.quantize", _COST)
     return None if module is None else CudaKernels(module, device)
 
@@ -59,8 +59,8 @@ def kernels_on(device: torch.device) -> CudaKernels | None:
 class CudaKernels:
     """The functions of the compiled module for one device.
 
-    What a call allocates is freed at its return, before the kernels run: only later work of the
-    same stream gets the memory.
+    What a call allocates is freed at its return, before the kernels run; only later work of the
+    same stream reuses the memory.
 
     Attributes:
         module: The compiled module.
@@ -110,7 +110,7 @@ class CudaKernels:
         codes: Buffer,
         num_threads: int,
     ) -> None:
-        """Write scales of blocks and codes of a matrix, in one pass where there is a kernel."""
+        """Write scales of blocks and codes of a matrix, in one pass if there is a kernel for it."""
         matrices, rows, cols = shape
         if self.module.is_one_pass(coding) and (coding[2] == 1 or matrices == 1):
             beside = MatrixBuffers(codes=codes, table=table)
@@ -136,19 +136,19 @@ class CudaKernels:
     def encode_matrix(
         self, *, coding: Coding, shape: Stack, values: Buffer, dtype: str, beside: MatrixBuffers
     ) -> None:
-        """Write a matrix's codes, transposed too or only, in one pass."""
+        """Write a matrix's codes, transposed codes, or both, in one pass."""
         given = {"coding": coding, "shape": shape, "values": values, "dtype": dtype}
         self._launch("encode_matrix", given | dataclasses.asdict(beside))
 
     def transpose_codes(
         self, *, element: str, shape: Stack, codes: Buffer, transposed: Buffer
     ) -> None:
-        """Write the codes of matrices transposed."""
+        """Write the transposed codes of matrices."""
         given = {"element": element, "shape": shape, "codes": codes, "transposed": transposed}
         self._launch("transpose_codes", given)
 
     def _room_for_largest(self, coding: Coding, shapes: Sequence[Stack]) -> torch.Tensor:
-        """Return zeros for the largest maximum of each matrix; none but for two levels."""
+        """Return zeros for the largest maximum of each matrix; empty unless two-level."""
         numel = sum(matrices for matrices, _, _ in shapes) if coding[1] == _TWO_LEVEL else 0
         return torch.zeros(numel, dtype=torch.int32, device=self.device)
 

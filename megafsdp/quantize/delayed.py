@@ -1,29 +1,30 @@
 """Delayed scaling: histories of maxima, from which the scales of the next step are made.
 
-A scale of a whole tensor needs its maximum first. Delayed scaling takes the maximum from steps
-before, so that values can be quantized in one pass. Each parameter has three histories: of its
-own values, of its layer's inputs, and of the gradients of its layer's outputs. The newest maximum
-stands last, zeros are steps that have not been:
+A scale for a whole tensor requires its maximum first. Delayed scaling takes the maximum from
+earlier steps, so that values can be quantized in one pass. Each parameter has three histories: of
+its own values, of its layer's inputs, and of the gradients of its layer's outputs. The newest
+maximum is last, and zeros are steps that have not happened:
 
     history 4, after steps with maxima 3, 5, 4      0 3 5 4
     inputs and gradients are scaled by              5          the largest
-    weights are scaled by                           5          that of 0 3 5, the steps before
+    weights are scaled by                           5          the largest of 0 3 5, without newest
     after one more step, with maximum 2             3 5 4 2
 
-Layers record the maxima of their inputs and gradients on each rank. Once a step, what was recorded
-and the maxima of the weights are combined over ranks, together with those of other formats, and
-rolled into the histories. The collective is the engine's.
+Layers record the maxima of their inputs and gradients on each rank. Once per step, the recorded
+maxima and those of the weights are combined over ranks, together with the maxima of other formats,
+and rolled into the histories. The engine runs the collective.
 
-Rules, all of which hold for each history by itself:
+These rules hold for each history separately:
 
 - The first maximum is used at once. Until it is known, an input is scaled by its own maximum.
 - A maximum of zero is not recorded: nothing has run, or every value was zero.
-- One that is not finite is not recorded either, or every later step would be lost. What has it
-  becomes NaN, for that step. Finite ones of the same step count.
-- A weight's maximum that equals the newest is not recorded again. So it makes no difference how
-  often unchanged weights are encoded, and a load needs no more than the histories.
-- Weights that no step has made, such as loaded ones, may be far from those before. If their maximum
-  is not the newest, which a history that was loaded with them has, theirs begins a new history.
+- A non-finite maximum is not recorded either, as it would spoil every later step. The tensor that
+  has it becomes NaN for that step. Finite maxima recorded in the same step count.
+- A weight's maximum that equals the newest is not recorded again. So it does not matter how often
+  unchanged weights are encoded, and a load needs only the histories.
+- Weights that do not come from a step, such as loaded ones, may be far from earlier ones. If their
+  maximum is not the newest of the history, it begins a new history. (In a history that was loaded
+  with the weights, their maximum is the newest.)
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from megafsdp._native import native_module
 from megafsdp.errors import expected
 
 INPUT, GRAD = 0, 1
-# What layers record of each parameter with a history: of these two.
+# Number of maxima that layers record for each parameter with a history: one for each operand.
 NUM_PENDING = 2
-# Of states that are rolled together: copies of their histories then stay in a cache.
+# The most states that are rolled together, so that copies of their histories stay in a cache.
 _MAX_TOGETHER = 64
 _INFINITE_BITS = 0x7F80_0000
 _NAN_BITS = 0x7FC0_0000
@@ -52,11 +53,11 @@ class DelayedState:
     Args:
         history: Number of steps.
         num_matrices: Experts of a stack, each of which has a history and a scale; else 1.
-        device: Where the tensors lie.
+        device: Device of the tensors.
 
     Attributes:
         weight_history: ``(num_matrices, history)`` fp32.
-        input_history: ``(history,)`` fp32; of a stack, whose inputs are not quantized, all zeros.
+        input_history: ``(history,)`` fp32; all zeros for a stack, whose inputs are not quantized.
         grad_history: ``(history,)`` fp32.
     """
 
@@ -81,7 +82,7 @@ class DelayedState:
         self._pending = torch.zeros(2, dtype=torch.int32, device=device)
         self._weight_bits = torch.zeros(num_matrices, dtype=torch.int32, device=device)
         self._operand_bits = torch.zeros(2, dtype=torch.int32, device=device)
-        # A maximum above it is used in place of the history's.
+        # A tensor's own maximum above its limit is used instead of the history's.
         self._limits = torch.full((2,), -1, dtype=torch.int32, device=device)
 
     @property
@@ -95,7 +96,7 @@ class DelayedState:
         return self._operands[GRAD]
 
     def pending(self) -> Tensor:
-        """Return what this rank has recorded of inputs and gradients since the last roll.
+        """Return the maxima of inputs and grads that this rank has recorded since the last roll.
 
         ``(2,)`` int32, bits of fp32 magnitudes; aliases, and :meth:`roll` sets it to zero.
         """
@@ -105,40 +106,41 @@ class DelayedState:
         """Raise the maximum of ``INPUT`` or ``GRAD`` that the next roll takes; local.
 
         Args:
-            operand: Which.
-            bits: ``(1,)`` int32 bits of a magnitude; one that is not finite is left out.
+            operand: ``INPUT`` or ``GRAD``.
+            bits: ``(1,)`` int32 bits of a magnitude; ignored if not finite.
         """
         recorded = self._pending[operand : operand + 1]
-        # One that is not finite would be above all, and hide what else the step records.
+        # A non-finite maximum would be above all others and hide what else the step records.
         finite = torch.where(bits < _INFINITE_BITS, bits, 0)
         torch.maximum(recorded, finite, out=recorded)
 
     def maximum_for(self, operand: int, bits: Tensor) -> Tensor:
-        """Return the maximum that an ``INPUT`` or ``GRAD`` is to be scaled by.
+        """Return the maximum by which to scale an ``INPUT`` or ``GRAD``.
 
         Args:
-            operand: Which.
+            operand: ``INPUT`` or ``GRAD``.
             bits: ``(1,)`` int32 bits of its own largest magnitude.
 
         Returns:
-            Bits of the history's, or its own where there is no history yet, or it is not finite.
+            Bits of the history's maximum; of its own if that is not finite or there is no history
+            yet.
         """
         chosen = slice(operand, operand + 1)
         return torch.where(bits > self._limits[chosen], bits, self._operand_bits[chosen])
 
     def weight_maximum(self) -> Tensor:
-        """Return what the weight is encoded by, ``(num_matrices,)`` int32 bits; aliases.
+        """Return the maxima by which to encode the weight, ``(num_matrices,)`` int32 bits; aliases.
 
-        The largest of the steps before the newest, so it is known before the newest weight is. NaN
-        of a weight that was not finite at the last roll.
+        The largest one before the newest, so it is known before the newest weight is. NaN if the
+        weight was not finite at the last roll.
         """
         return self._weight_bits
 
     @torch.no_grad()
     def roll(self, weight_bits: Tensor, pending_bits: Tensor) -> None:
-        """Append maxima to the histories, and choose what the next step is scaled by; local.
+        """Append maxima to the histories, and choose the maxima for the next step; local.
 
-        All ranks must give the same bits. What was recorded is forgotten.
+        All ranks must give the same bits. Recorded maxima are cleared.
 
         Args:
             weight_bits: ``(num_matrices,)`` int32, over all ranks that have rows of the weight.
@@ -148,13 +150,13 @@ class DelayedState:
 
     @torch.no_grad()
     def load(self, weight: Tensor, input: Tensor, grad: Tensor) -> None:
-        """Copy histories of a checkpoint; local. The weight's maximum counts after a roll.
+        """Copy histories of a checkpoint; local. The weight's own maximum counts after a roll.
 
         Args:
             weight: Like ``weight_history``, or ``(history,)`` for one matrix. A longer or shorter
                 history keeps its newest steps.
-            input: ``(any history,)``.
-            grad: ``(any history,)``.
+            input: ``(history,)`` of any length.
+            grad: ``(history,)`` of any length.
         """
         for target, source in (
             (self.weight_history, weight.view(self.weight_history.shape[0], -1)),
@@ -173,7 +175,7 @@ class DelayedState:
 
     @staticmethod
     def of_histories(weight: Tensor, input: Tensor, grad: Tensor) -> DelayedState:
-        """Make a state that begins from copies of histories, where these lie."""
+        """Make a state that begins with copies of histories, on their device."""
         made = DelayedState(weight.shape[1], num_matrices=weight.shape[0], device=weight.device)
         made.load(weight, input, grad)
         return made
@@ -192,13 +194,13 @@ def roll_together(
     *,
     is_step: bool = True,
 ) -> None:
-    """Call :meth:`DelayedState.roll` of many states on one device at once, which is faster; local.
+    """Do :meth:`DelayedState.roll` for many states on one device together, which is faster; local.
 
     Args:
-        states: Their histories may differ in length.
-        weight_bits: As the argument of the method, for each.
+        states: The states; their histories may differ in length.
+        weight_bits: The argument of the method for each state.
         pending_bits: Likewise.
-        is_step: Whether a step has made the weights; equal on all ranks.
+        is_step: Whether the weights come from a step; equal on all ranks.
     """
     weight_bits = _checked(weight_bits, [state._weight_bits for state in states])
     pending_bits = _checked(pending_bits, [state._pending for state in states])
@@ -234,7 +236,7 @@ def _begin_anew(states: Sequence[DelayedState], weight_bits: Sequence[Tensor]) -
 
 
 def _checked(given: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-    """Return maxima beside each other in memory, where kernels read them."""
+    """Check maxima and return them contiguous, as kernels read them."""
     for bits, like in zip(given, kept, strict=True):
         if bits.dtype != torch.int32 or bits.shape != like.shape:
             raise ValueError(
@@ -291,7 +293,7 @@ def _set_used(
     operand_history: Tensor,
     weight_bits: Tensor,
 ) -> None:
-    """Set the maxima that scales are made of, from all histories of states, below each other."""
+    """Set the maxima that scales are made from; histories of all states are concatenated rows."""
     before, newest = weight_history[:, :-1], weight_history[:, -1]
     if before.shape[1] > 0:
         largest = before.amax(dim=1)
@@ -305,12 +307,12 @@ def _set_used(
 
 
 def _limits_of(operand_bits: Tensor) -> Tensor:
-    # A history that has nothing yet limits nothing.
+    # With an empty history (-1), a tensor's own maximum is always used.
     return torch.where(operand_bits > 0, _INFINITE_BITS - 1, -1).to(torch.int32)
 
 
 def _write(targets: Sequence[Tensor], joined: Tensor) -> None:
-    """Copy rows of one tensor to tensors that have some of them each."""
+    """Split the rows of a tensor and copy them to the targets."""
     parts = joined.split([target.shape[0] for target in targets])
     torch._foreach_copy_(list(targets), list(parts))
 
@@ -320,6 +322,6 @@ def _is_recorded(bits: Tensor) -> Tensor:
 
 
 def _appended(history: Tensor, maxima: Tensor, is_recorded: Tensor) -> Tensor:
-    """Return histories with maxima behind those for which it is said."""
+    """Return histories with the maxima appended to the rows where ``is_recorded``."""
     rolled = torch.cat((history[:, 1:], maxima[:, None]), dim=1)
     return torch.where(is_recorded[:, None], rolled, history)

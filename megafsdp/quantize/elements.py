@@ -1,8 +1,8 @@
 """Element codes: 8-bit and 4-bit floats, and powers of two, as bytes.
 
-Plain torch, and the oracle of the compiled kernels. All rounding is to nearest even, values beyond
-the largest are clamped before they are cast, and a NaN has one code, whatever its sign. Codes are
-uint8: a code that has four bits stands alone in its byte until :func:`pack` puts two into one.
+This is plain torch, and the reference for the compiled kernels. All rounding is to nearest even,
+values beyond the largest are clamped before they are cast, and a NaN has one code, whatever its
+sign. Codes are uint8: a 4-bit code has a byte of its own until :func:`pack` puts two into one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _NAN_BITS = 0x7FC0_0000
 _MANTISSA_BITS = 0x7F_FFFF
 _SMALLEST_SCALE_BITS = 0x40_0000
 _NAN_SCALE = 0xFF
-# Upper ends of the values that round to a code of e2m1, and whether they belong to that code: of
-# two codes equally near, the even one is taken.
+# Upper ends of the values that round to a code of e2m1, and whether they belong to that code: ties
+# go to the even code.
 _E2M1_ENDS = (
     (0.25, True),
     (0.75, False),
@@ -29,13 +29,14 @@ _E2M1_ENDS = (
     (5.0, True),
 )
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Where the distance of neighbours becomes one and two, and codes less values in such steps there.
+# For steps of one and two between neighbours: the first value, the step, and from there on the
+# code minus the value in steps.
 _E2M1_STEPS = ((2.0, 1.0, 2), (4.0, 2.0, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One code of floats in at most 8 bits.
+    """A small float format of at most 8 bits.
 
     Attributes:
         name: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``: bits of exponent and mantissa.
@@ -50,8 +51,8 @@ class Element:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the codes of fp32 values, uint8 of the same shape; allocates.
 
-        Values beyond the largest become the largest, infinite ones too. NaN becomes ``0x7F`` in 8
-        bits. In 4 bits, where no code means NaN, it becomes 0: the scale must carry it.
+        Values beyond the largest become the largest, also infinite ones. NaN becomes ``0x7F`` in 8
+        bits. In 4 bits, where no code means NaN, it becomes 0: the scale must carry the NaN.
         """
         clamped = values.clamp(-self.max_value, self.max_value)
         if self.name == "e2m1":
@@ -64,8 +65,8 @@ class Element:
 
         Args:
             values: Any shape, fp32.
-            noise: The same shape, fp32, uniform in ``[0, 1)``. A magnitude is rounded up where the
-                noise is less than its distance from the code below, in steps of the codes there.
+            noise: The same shape, fp32, uniform in ``[0, 1)``. A magnitude is rounded up if the
+                noise is less than its distance from the code below, measured in local steps.
 
         Raises:
             NotImplementedError: The element is not e2m1: 8-bit codes are rounded to nearest.
@@ -78,7 +79,7 @@ class Element:
             is_beyond = magnitude >= start
             step = torch.where(is_beyond, wider, step)
             offset = torch.where(is_beyond, float(shift), offset)
-        # Steps are powers of two: neither the division nor the remainder is rounded.
+        # Steps are powers of two, so the division and the remainder are exact.
         in_steps = magnitude / step
         below = in_steps.floor()
         codes = below + (noise < in_steps - below) + offset
@@ -104,7 +105,7 @@ _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Put neighbours of 4-bit codes into one byte, the even one into the low half; allocates."""
+    """Put pairs of 4-bit codes into one byte, the even one into the low half; allocates."""
     pairs = codes.view(*codes.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
@@ -115,10 +116,10 @@ def unpack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e8m0(values: torch.Tensor) -> torch.Tensor:
-    """Return the exponent codes of fp32 values that are not negative, rounded up; uint8.
+    """Return the exponent codes of non-negative fp32 values, rounded up; uint8.
 
-    Code ``e`` means ``2**(e - 127)``, 255 NaN. Zero and what is not above ``2**-127`` become 0,
-    values above ``2**127`` become 254, infinite ones and NaN 255.
+    Code ``e`` means ``2**(e - 127)``, and 255 means NaN. Values up to ``2**-127`` become 0, values
+    above ``2**127`` become 254, infinite ones and NaN become 255.
     """
     bits = values.view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & _MANTISSA_BITS
@@ -128,7 +129,7 @@ def encode_e8m0(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 powers of two of exponent codes; of code 0 it is a subnormal number."""
+    """Return the fp32 powers of two of exponent codes; code 0 gives a subnormal number."""
     bits = codes.to(torch.int32) << 23
     bits = torch.where(codes == 0, _SMALLEST_SCALE_BITS, bits)
     return torch.where(codes == _NAN_SCALE, _NAN_BITS, bits).view(torch.float32)
@@ -137,7 +138,7 @@ def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
 def magnitude_bits(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of ``|values|`` in fp32 as int32; they are ordered as the values are.
 
-    A NaN is above all, and has one pattern.
+    Every NaN has the same pattern, which is above all others.
     """
     bits = values.float().view(torch.int32) & 0x7FFF_FFFF
     return torch.where(bits > _INFINITE_BITS, _NAN_BITS, bits)

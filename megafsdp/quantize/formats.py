@@ -1,17 +1,17 @@
-"""The weight formats: an element code and a tile each.
+"""The weight formats; each is an element code and a tile.
 
 A format is a frozen value without tensors, groups or state, so it can be compared, kept on tensors
-and read from a checkpoint. Its scales are a pure function of the maxima of tiles: partial maxima of
-each rank's rows, their maximum over ranks, then tables of scales on all ranks and codes of each
-rank's rows. Tiles are square, so the transpose of codes and scales is the quantized transpose, and
-one set of codes serves forward and backward.
+and read from a checkpoint. Its scales are a pure function of the maxima of tiles: first each rank
+finds partial maxima over its rows, then these are maximized over ranks, and then all ranks make the
+table of scales, and each makes the codes of its rows. Tiles are square, so transposed codes and
+scales are those of the transposed weight, and one set of codes serves forward and backward.
 
 | format | element | tile | scale | table |
 |---|---|---|---|---|
-| fp8_current, fp8_delayed | e4m3 | the matrix | fp32 | 4 bytes a matrix |
-| fp8_block | e4m3 | 128 x 128 | a power of two in fp32 | 4 bytes a tile |
-| mxfp8 | e4m3 | 32 x 32 | a power of two, its exponent, rounded up | 1 byte a tile |
-| nvfp4 | e2m1 | 16 x 16 | e4m3, in units of an fp32 a matrix | 1 byte a tile, 4 a matrix |
+| fp8_current, fp8_delayed | e4m3 | the matrix | fp32 | 4 bytes per matrix |
+| fp8_block | e4m3 | 128 x 128 | a power of two in fp32 | 4 bytes per tile |
+| mxfp8 | e4m3 | 32 x 32 | a power of two, its exponent, rounded up | 1 byte per tile |
+| nvfp4 | e2m1 | 16 x 16 | e4m3, times one fp32 per matrix | 1 byte per tile, 4 per matrix |
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ScalesOfRows:
     """Parts of a table; they alias it.
 
     Attributes:
-        own: Scales of these rows alone, ``(rows of tiles, columns of tiles)`` or
+        own: Scales of only these rows, ``(rows of tiles, columns of tiles)`` or
             ``(matrices, ...)`` each.
-        shared: Scales that the other rows of the tensor depend on too.
+        shared: Scales that other rows of the tensor depend on too.
     """
 
     def cut(self, dim: int, first: int, end: int) -> ScalesOfRows:
-        """Return those of fewer rows or columns of tiles, or matrices; they alias the table."""
+        """Return the scales of a range of rows or columns of tiles, or of matrices; aliases."""
         own = [each.narrow(dim, first, end - first) for each in self.own]
         return ScalesOfRows(own, self.shared)
 
@@ -50,7 +50,7 @@ class ScalesOfRows:
     shared: list[torch.Tensor]
 
     def copy_(self, source: ScalesOfRows) -> None:
-        """Copy the bytes of as many rows of another table of the format; in place."""
+        """Copy the scales of as many rows of another table of the format; in place."""
         pairs = zip((*self.own, *self.shared), (*source.own, *source.shared), strict=True)
         for target, values in pairs:
             target.copy_(values)
@@ -60,15 +60,14 @@ class ScalesOfRows:
 class WeightFormat:
     """How a weight is quantized: local arithmetic, no collective.
 
-    Methods that take sequences handle all tensors of a batch in one call; they may be of any
-    shapes.
+    Methods that take sequences handle a batch of tensors, of any shapes, in one call.
 
     Attributes:
         name: ``"fp8_current"``, ``"fp8_delayed"``, ``"fp8_block"``, ``"mxfp8"`` or ``"nvfp4"``.
         element: The code of one value.
         scaling: What a scale is.
         tile: ``(rows, cols)`` that share a scale; None for a whole matrix.
-        multiple: What rows and columns must be multiples of; 1 for any shape.
+        multiple: Rows and columns must be multiples of it; 1 allows any shape.
     """
 
     name: str
@@ -79,12 +78,12 @@ class WeightFormat:
 
     @property
     def codes_per_byte(self) -> int:
-        """Return 1; 2 for 4-bit codes, of which the even column is in the low half."""
+        """Return 1; 2 for 4-bit codes, with the even column in the low half."""
         return self.element.codes_per_byte
 
     @property
     def is_per_tensor(self) -> bool:
-        """Return whether a whole matrix has one scale, also where several ranks have parts."""
+        """Return whether a whole matrix has one scale, even if several ranks have parts of it."""
         return self.tile is None
 
     @functools.cached_property
@@ -103,7 +102,7 @@ class WeightFormat:
         return None
 
     def num_maxima(self, shape: Sequence[int]) -> int:
-        """Return the tiles of a tensor: by matrix, row of tiles and column of tiles."""
+        """Return the number of tiles; they are ordered by matrix, row and column of tiles."""
         return self.coding.grid(tuple(shape)).num_tiles
 
     def table_nbytes(self, shape: Sequence[int]) -> int:
@@ -124,7 +123,7 @@ class WeightFormat:
             fragments: The rows that this rank has.
             maxima: ``(num_maxima,)`` int32 for each, bits of fp32 magnitudes; zero at first,
                 changed in place. Bits are ordered as magnitudes are, and a NaN is above all.
-            through: Round the values to this dtype first; None: as they are.
+            through: Round the values to this dtype first; None does not round.
         """
         kernels.add_maxima(self.coding, fragments, maxima, through)
 
@@ -137,7 +136,7 @@ class WeightFormat:
         """Write the tables of scales of whole tensors, from the maxima over all ranks.
 
         Args:
-            shapes: Of the tensors.
+            shapes: Shapes of the tensors.
             maxima: ``(num_maxima,)`` int32 for each.
             tables: ``(table_nbytes,)`` uint8 for each, written in place; aligned to 4 bytes.
         """
@@ -157,9 +156,9 @@ class WeightFormat:
         Args:
             fragments: The rows that this rank has.
             maxima: ``(num_maxima,)`` int32 for each, over all ranks. Values above a tile's maximum
-                are clamped, and where a maximum is not finite all values of the tile become NaN.
-            codes: 1-D uint8 for each, ``codes_per_byte`` values a byte; written in place.
-            through: As of :meth:`add_maxima`.
+                are clamped; if a maximum is not finite, all values of the tile become NaN.
+            codes: 1-D uint8 for each, ``codes_per_byte`` values per byte; written in place.
+            through: As for :meth:`add_maxima`.
         """
         kernels.encode(self.coding, fragments, maxima, codes, through)
         _count_writes(codes)
@@ -181,9 +180,9 @@ class WeightFormat:
             table: Its ``(table_nbytes,)`` uint8.
             shape: Its shape.
             dtype: fp32, bf16 or fp16; products of codes and scales are rounded to it once.
-            out: What to write to, of that shape and dtype and contiguous; None: allocate.
-            in_backward: Whether backward decodes. In a graph of forward and backward it is another
-                operator than forward's: as one, values would be kept from the one to the other.
+            out: Contiguous tensor of that shape and dtype to write to; None allocates one.
+            in_backward: Whether backward decodes. In a graph of forward and backward this makes it
+                a different operator: otherwise forward's decoded values would be kept for backward.
         """
         if is_tracing():
             found: torch.Tensor = torch.ops.megafsdp.decode_tiles(
@@ -211,7 +210,7 @@ class WeightFormat:
             codes: 1-D uint8 of the whole stack.
             table: Its ``(table_nbytes,)`` uint8.
             shape: ``(matrices, rows, cols)``.
-            index: Which matrix.
+            index: Index of the matrix.
 
         Returns:
             Its codes, an alias, and a copy of its part of the table.
@@ -225,9 +224,9 @@ class WeightFormat:
         return codes.view(num_matrices, -1)[index], own
 
     def cut_multiple(self, shape: Sequence[int], dim: int = 0) -> int | None:
-        """Return what a cut along a dimension must be a multiple of; None: there can be none.
+        """Return the number of which cuts along a dimension must be multiples; None forbids cuts.
 
-        Matrices of a stack may be cut anywhere between them, and a matrix of one scale at any row.
+        A stack may be cut between any matrices, and a matrix of one scale at any row.
         """
         if len(shape) == 3:
             return 1 if dim == 0 else None
@@ -236,13 +235,13 @@ class WeightFormat:
         return 1 if dim == 0 else self.codes_per_byte
 
     def has_shared_scale(self, shape: Sequence[int]) -> bool:
-        """Return whether all rows of a tensor depend on one scale: of a matrix, not of a stack."""
+        """Return whether all rows depend on one scale, as in a matrix (not a stack) may be."""
         return len(shape) == 2 and (self.tile is None or isinstance(self.scaling, TwoLevelScaling))
 
     def scales_of_rows(
         self, table: torch.Tensor, shape: Sequence[int], start: int, stop: int
     ) -> ScalesOfRows:
-        """Return the scales in a table that rows, or matrices of a stack, are decoded by; aliases.
+        """Return the scales in a table that decode some rows, or matrices of a stack; aliases.
 
         Args:
             table: The ``(table_nbytes,)`` uint8 of the whole tensor.
@@ -278,12 +277,12 @@ class WeightFormat:
             codes: 1-D uint8 of the whole tensor.
             table: Its ``(table_nbytes,)`` uint8.
             shape: Its shape.
-            start: As of :meth:`scales_of_rows`.
+            start: As for :meth:`scales_of_rows`.
             stop: Likewise.
 
         Returns:
-            Codes, an alias, and a copy of the part of the table, as a tensor of these rows alone
-            has it.
+            Codes, an alias, and a copy of the part of the table, in the form of the table of a
+            tensor of only these rows.
         """
         own_shape = (stop - start, *shape[1:])
         own = table.new_zeros(self.table_nbytes(own_shape))
@@ -297,8 +296,8 @@ class WeightFormat:
     def tile_scales(self, table: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the scales in a table as ``(rows of tiles, columns of tiles)``; aliases it.
 
-        In a stack the rows of tiles of its matrices follow each other. The scales are fp32, or
-        uint8 of e8m0 in mxfp8 and of e4m3 in nvfp4.
+        In a stack the rows of tiles of its matrices follow each other. The scales are fp32; in
+        mxfp8 they are uint8 codes of e8m0, in nvfp4 of e4m3.
         """
         grid = self.coding.grid(tuple(shape))
         nbytes = self.coding.table_nbytes(tuple(shape))
@@ -307,7 +306,7 @@ class WeightFormat:
 
 
 def _count_writes(buffers: Sequence[torch.Tensor]) -> None:
-    """Count a write to each: compiled kernels get addresses, and autograd does not see them."""
+    """Count a write to each buffer: compiled kernels write by address, unseen by autograd."""
     torch.autograd.graph.increment_version(buffers)
 
 

@@ -1,14 +1,14 @@
 """The hooks by which torch's FSDP2 gathers a quantized parameter.
 
-torch asks the local tensor of each parameter before a gather what to gather, and afterwards what to
-make of it. Here that is codes and, where rows have scales of their own, these scales:
+Before an all-gather, torch asks the local tensor of each parameter what to gather, and afterwards
+what to make of it. Here that is codes and, if rows have scales of their own, these scales:
 
     rank 0    codes of rows   0..127    scales of tile row 0
     rank 1    codes of rows 128..255    scales of tile row 1
     gathered  codes of rows   0..255    scales of tile rows 0, 1     the compute weight
 
-In later gathers torch fills the same memory again, so nothing is left to do, unless a table has
-more than the scales of tiles. The parameter itself is in shard.py.
+In later gathers torch fills the same memory again, so nothing is left to do, unless the table also
+has scales that are not gathered. The parameter itself is in shard.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Copy:
 
     Attributes:
         target: The part; aliases the table.
-        source: What is copied there.
-        index: In place of a source, which of the gathered tensors is copied.
+        source: The tensor to copy, or None.
+        index: If there is no source: the index of the gathered tensor to copy.
     """
 
     target: Tensor
@@ -42,12 +42,12 @@ class _Copy:
 
 @dataclass(slots=True)
 class Gather:
-    """What is found in the first gather of a parameter and used in each.
+    """Facts that the first gather of a parameter finds and each one uses.
 
     Attributes:
         inputs: Views of codes, and of scales that rows have of their own.
-        num_missing: Rows that this rank has less than others; they are filled up.
-        copies: What is copied after a gather; None before the first.
+        num_missing: Number of rows that this rank lacks compared to others; they are padded.
+        copies: Copies to make after a gather; None before the first.
     """
 
     inputs: tuple[Tensor, ...] = ()
@@ -55,12 +55,12 @@ class Gather:
     copies: tuple[_Copy, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Gather:
-        """Return another one that has found nothing."""
+        """Return a new, empty one."""
         return Gather()
 
 
 class GatheredRows(QuantizedTensor):
-    """Rows of a weight, which torch gathers to the whole."""
+    """Rows of a weight, which torch all-gathers to the whole weight."""
 
     _gather: Gather
 
@@ -79,7 +79,7 @@ class GatheredRows(QuantizedTensor):
     ) -> tuple[tuple[Tensor, ...], torch.Size]:
         """Return what torch gathers, uint8 of this rank's rows; local, called in each unshard.
 
-        The last ranks may have fewer rows, whose place is filled up, where rows have no scales.
+        If rows have no scales of their own, the last ranks may have fewer rows, which are padded.
         """
         gather = self._gather
         if not gather.inputs:
@@ -98,10 +98,10 @@ class GatheredRows(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the compute weight over what was gathered, once; later fill what is not gathered.
+        """Make the compute weight over the gathered memory, once; later fill what is not gathered.
 
-        A scale of a whole matrix is read where this rank keeps it. torch frees what is gathered,
-        and the table if it has been made beside.
+        A scale of a whole matrix is read from this rank's own table. torch frees the gathered
+        memory, and also the table if it was allocated separately.
         """
         copies, made = self._gather.copies, None
         if out is None:
@@ -126,7 +126,7 @@ class GatheredRows(QuantizedTensor):
     ) -> QuantizedTensor:
         form, table = self.recipe.weight, self.table
         codes = outputs[0].view(-1)[: torch.Size(shape).numel() // form.codes_per_byte]
-        # One rank is given the codes alone, and has all scales itself.
+        # Without scales among the outputs, this rank's own table has them all.
         if len(outputs) > 1:
             nbytes, scales = form.table_nbytes(shape), self.scales()
             is_table = len(outputs) == 2 and not scales.shared and outputs[1].numel() == nbytes
@@ -137,13 +137,13 @@ class GatheredRows(QuantizedTensor):
         )
 
     def _find_copies(self, made: QuantizedTensor, outputs: tuple[Tensor, ...]) -> tuple[_Copy, ...]:
-        """Keep views of what each gather fills; nothing else is made after the first."""
+        """Find, once, the copies that each gather makes, and keep them."""
         self._gather.copies = tuple(self._copies(made, outputs))
         return self._gather.copies
 
     def _copies(self, made: QuantizedTensor, outputs: tuple[Tensor, ...]) -> Iterator[_Copy]:
         if len(outputs) == 1:
-            # Another tensor may have come into the place of the one that the table was taken from.
+            # The parameter may have been replaced since, and with it the table.
             if made.table is not self.table:
                 yield _Copy(made.table, self.table)
             return

@@ -1,7 +1,7 @@
 """The random Hadamard transform of 16 tokens: it spreads an outlier over its neighbours.
 
 Both operands of a weight gradient are transformed along tokens, in blocks of 16, before they are
-quantized. The transform is orthogonal, so in exact arithmetic their product stays what it is:
+quantized. The transform is orthogonal, so in exact arithmetic it does not change their product:
 ``(H g)^T (H x) = g^T x``. A block is ``H = S D / 4``: ``D`` changes signs by a fixed vector, ``S``
 is Sylvester's matrix of signs.
 """
@@ -27,8 +27,8 @@ def transform_tokens(values: Tensor) -> Tensor:
     """Transform a matrix along its rows, the tokens; fp32; allocates.
 
     Args:
-        values: ``(tokens, features)`` of a float dtype. Tokens that lack to a multiple of 16 count
-            as zeros; their rows are a part of the result, where they are zeros no longer.
+        values: ``(tokens, features)`` of a float dtype. Tokens are padded with zeros to a multiple
+            of 16; the result has the padded rows too, where they are no longer zero.
 
     Returns:
         ``(tokens rounded up to 16, features)``.
@@ -51,11 +51,11 @@ def transform_tokens(values: Tensor) -> Tensor:
         return out
     padded = F.pad(values.float(), (0, 0, 0, out_rows - num_tokens))
     blocks = padded.view(-1, BLOCK, num_features)
-    # Exact: signs, and a quarter.
+    # Exact, as it only changes signs and divides by 4.
     signs = torch.tensor(_SIGNS, dtype=torch.float32, device=values.device) / 4
     blocks = blocks * signs[:, None]
-    # Sums of pairs in a fixed order: a product with the matrix would add in the order of whatever
-    # library multiplies, and devices would differ in the last bit.
+    # Sums of pairs in a fixed order: in a product with the matrix, each library would add in its
+    # own order, and devices would differ in the last bit.
     for distance in (1, 2, 4, 8):
         pairs = blocks.view(-1, BLOCK // (2 * distance), 2, distance, num_features)
         first, second = pairs.unbind(2)

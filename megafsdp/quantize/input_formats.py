@@ -1,8 +1,8 @@
-"""The formats of what a linear reads and what its gradient is: local, no collective.
+"""The formats of a linear's inputs and of the gradients of its outputs: local, no collective.
 
-Blocks of consecutive elements share a scale, along features for products that sum over features,
-along tokens for the weight gradient, which sums over tokens. The two are quantized from the same
-values, each on its own: blocks, unlike the square tiles of weights, do not serve both ways.
+Blocks of consecutive elements share a scale: along features for products that sum over features,
+along tokens for the weight gradient, which sums over tokens. The same values are quantized once for
+each: blocks, unlike the square tiles of weights, do not serve both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megafsdp.quantize.scales import E8M0Scaling, Fp32Scaling, Scaling, TwoLevel
 from megafsdp.quantize.tiles import SOURCE_DTYPES, Fragment, TileCoding
 
 ALONG_TOKENS, ALONG_FEATURES = 0, 1
-# The widest one whose maximum the compiled kernels find in one piece.
+# The widest block whose maximum the compiled kernels find in one piece.
 _MAX_BLOCK = 1024
 
 
@@ -28,11 +28,11 @@ class InputFormat:
     """How inputs and gradients of a linear are quantized.
 
     Attributes:
-        name: What errors and logs call it.
+        name: Name in errors and logs.
         element: The code of one value.
         scaling: What a scale is.
-        block: Consecutive elements that share a scale, a power of two up to 1024; None: all of a
-            tensor.
+        block: Number of consecutive elements that share a scale, a power of two up to 1024; None
+            means all elements of a tensor.
     """
 
     name: str
@@ -41,7 +41,7 @@ class InputFormat:
     block: int | None
 
     def __post_init__(self) -> None:
-        """Check that kernels take the block.
+        """Check that kernels support the block.
 
         Raises:
             ValueError: They do not.
@@ -72,15 +72,15 @@ class InputFormat:
         noise: torch.Tensor | None = None,
         is_transposed: bool = False,
     ) -> QuantizedInput:
-        """Return codes and scales of values; allocates both, and keeps nothing of the values.
+        """Return codes and scales of values; allocates both, and keeps no reference to the values.
 
         Args:
             values: ``(tokens, features)`` fp32, bf16 or fp16; features are even for e2m1.
-            along: 1 for blocks along features, 0 for blocks along tokens. Codes lie in the order of
-                the values either way.
-            maximum: ``(1,)`` fp32 or int32 bits of one: scale by it, if tensor-wide. None: scale
-                by the largest magnitude there is.
-            noise: ``(tokens, features)`` fp32 in ``[0, 1)``: round e2m1 stochastically by it.
+            along: 1 for blocks along features, 0 for blocks along tokens. Either way the codes are
+                in the order of the values.
+            maximum: ``(1,)`` fp32, or its bits in int32: the maximum to scale by, for tensor-wide
+                formats. None means the largest magnitude of the values.
+            noise: ``(tokens, features)`` fp32 in ``[0, 1)``, to round e2m1 stochastically.
             is_transposed: Write the codes in the order of the transpose; not in a graph.
 
         Raises:
@@ -109,11 +109,13 @@ class InputFormat:
     def quantize_both_ways(
         self, values: torch.Tensor, *, maximum: torch.Tensor | None = None
     ) -> tuple[QuantizedInput, QuantizedInput]:
-        """Return what :meth:`quantize` does, as it is and transposed; they share the scale.
+        """Return the result of :meth:`quantize`, plain and transposed; they share the scale.
+
+        The format must have one scale per tensor.
 
         Args:
-            values: As of :meth:`quantize`, as is the maximum. The format has one scale a tensor.
-            maximum: To scale by.
+            values: As for :meth:`quantize`.
+            maximum: As for :meth:`quantize`.
         """
         assert self.block is None, "blocks lie along one of both dimensions"
         self._check(values, maximum)
@@ -150,10 +152,10 @@ class InputFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedInput:
-    """Codes and scales of one tensor; what autograd saves of an input.
+    """Codes and scales of one tensor; autograd saves them of an input.
 
     Attributes:
-        codes: ``(tokens, features / codes_per_byte)`` uint8, or of the transpose.
+        codes: ``(tokens, features / codes_per_byte)`` uint8, or those of the transpose.
         scales: 1-D uint8, the table of the format's scales.
         format: The format.
         shape: ``(tokens, features)``.
@@ -172,8 +174,8 @@ class QuantizedInput:
         """Return ``(tokens, features)`` values in fp32, bf16 or fp16; allocates.
 
         Args:
-            dtype: Theirs.
-            in_backward: Whether backward decodes what forward has quantized, as of
+            dtype: Dtype of the values.
+            in_backward: Whether backward decodes what forward has quantized, as for
                 :meth:`WeightFormat.decode`.
         """
         coding, codes = self.format.coding(along=self.along), self.codes
@@ -197,9 +199,9 @@ class QuantizedInput:
         return out
 
     def tile_scales(self) -> torch.Tensor:
-        """Return the scales by block: fp32, or uint8 of e8m0 or e4m3; aliases them.
+        """Return the scales by block: fp32, or uint8 codes of e8m0 or e4m3; aliases them.
 
-        ``(tokens, blocks)`` along features, ``(blocks, features)`` along tokens, ``(1, 1)`` of a
+        ``(tokens, blocks)`` along features, ``(blocks, features)`` along tokens, ``(1, 1)`` for a
         tensor-wide format.
         """
         grid = self.format.coding(along=self.along).grid(self.shape)
@@ -214,7 +216,7 @@ def add_maximum(values: torch.Tensor, maximum: torch.Tensor) -> None:
         maximum: ``(1,)`` int32 bits of fp32, zero at first; a NaN is above all.
     """
     if values.numel():
-        # The gradient of a sum is one number under many indices.
+        # contiguous(): the gradient of a sum is one number that is expanded.
         flat = values.detach().reshape(1, -1).contiguous()
         coding = TENSOR_E4M3.coding(along=ALONG_FEATURES)
         kernels.add_maxima(coding, [Fragment(flat[0], tuple(flat.shape), 0)], [maximum], None)

@@ -1,8 +1,8 @@
-"""Maxima, scales, codes and values: compiled where possible, else in torch.
+"""Maxima, scales, codes and values: by compiled kernels if possible, else in torch.
 
-Both ways, every instruction set and every number of threads give the same bits, but for those of a
-decoded NaN. tiles.py defines the arithmetic. One call takes a whole batch of fragments, so that the
-hot path has no loop of torch operations over tensors.
+Both give the same bits, on every instruction set and with every number of threads, except for the
+bits of a decoded NaN. tiles.py defines the arithmetic. One call takes a whole batch of fragments,
+so that the hot path has no loop of torch operations over tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Buffer = tuple[int, int]
 Kernels = ModuleType | CudaKernels
 
 
-# torch's operators of no more elements use the calling thread alone.
+# torch's operators on up to this many elements run in the calling thread.
 _SERIAL_NUMEL = 32768
 
 
@@ -82,14 +82,14 @@ def encode(
 
     Args:
         coding: What codes and scales are.
-        fragments: The rows; a single one beside noise.
-        maxima: Of all tiles.
+        fragments: The rows; a single fragment if there is noise.
+        maxima: Maxima of all tiles.
         codes: Written in place.
         through: Round to this dtype first.
-        noise: fp32 in ``[0, 1)``, one a value.
+        noise: fp32 in ``[0, 1)``, one per value.
 
     Raises:
-        ValueError: As :func:`add_maxima`.
+        ValueError: As for :func:`add_maxima`.
     """
     for module, dtype, chosen in _batches([f.values for f in fragments], through):
         if module is None:
@@ -112,10 +112,10 @@ def encode(
 
 
 def clear_maxima(maxima: torch.Tensor) -> None:
-    """Write zeros, on a CPU in this thread alone.
+    """Write zeros; on a CPU only in this thread.
 
-    Threads of torch's that an operator has woken spin for milliseconds after it, on the cores that
-    those of the kernels need next.
+    Threads of torch that an operator has woken spin for milliseconds after it, on the cores that
+    the kernels' threads need next.
     """
     is_whole = maxima.is_cuda or maxima.numel() <= _SERIAL_NUMEL
     for piece in (maxima,) if is_whole else maxima.split(_SERIAL_NUMEL):
@@ -131,7 +131,7 @@ def fill_tables(
     """Write tables of scales; see :meth:`WeightFormat.fill_tables`.
 
     Raises:
-        ValueError: As :func:`add_maxima`.
+        ValueError: As for :func:`add_maxima`.
     """
     for module, _, chosen in _batches(maxima, None):
         if module is None:
@@ -165,7 +165,7 @@ def decode(
     """Write the values of all codes of a tensor; see :meth:`WeightFormat.decode`.
 
     Raises:
-        ValueError: As :func:`add_maxima`.
+        ValueError: As for :func:`add_maxima`.
     """
     module = _module_for(codes)
     if module is None or out.dtype not in _DTYPE_NAMES or 0 in shape:
@@ -190,14 +190,14 @@ def quantize(
     maximum: torch.Tensor | None,
     noise: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and table of a whole matrix that no other rank has a part of; allocates them.
+    """Return codes and table of a matrix that this rank has whole; allocates them.
 
     Args:
         coding: What codes and scales are.
         values: ``(rows, cols)`` contiguous.
-        maximum: ``(1,)`` fp32 or int32 bits of one, in place of that of the values; for a tile that
-            is the whole matrix.
-        noise: As of :func:`encode`.
+        maximum: ``(1,)`` fp32, or its bits in int32, to use instead of the values' own; only if the
+            tile is the whole matrix.
+        noise: As for :func:`encode`.
     """
     rows, cols = values.shape
     device = values.device
@@ -208,7 +208,7 @@ def quantize(
         return codes, table.zero_()
     module = _module_for(values)
     if module is not None and noise is None and _is_one_pass(coding):
-        # A block's maximum is its own alone, so what was read for it is encoded from the cache.
+        # A block depends only on its own maximum, so it is encoded while it is still in the cache.
         module.encode_blocks(
             coding=coding.of_kernels,
             shape=(1, rows, cols),
@@ -238,14 +238,14 @@ def quantize_transposed(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return codes, their transpose and the table of a matrix; allocates them.
 
-    On a GPU 8-bit codes are transposed on their way, in one pass over the values, if they have one
-    scale a matrix or blocks along columns.
+    On a GPU, 8-bit codes with one scale per matrix or blocks along columns are written transposed
+    in the same pass over the values.
 
     Args:
-        coding: As of :func:`quantize`, like the next three.
+        coding: As for :func:`quantize`, like the next three.
         values: ``(rows, cols)`` contiguous.
-        maximum: In place of that of the values.
-        noise: To round stochastically by.
+        maximum: Used instead of the values' own.
+        noise: For stochastic rounding.
         has_codes: Whether codes in the order of the values are wanted too; else they are None.
 
     Returns:
@@ -305,7 +305,7 @@ def _maxima_of(
 
 @torch.no_grad()
 def transpose_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """Return the codes of a matrix, or of each of a stack, transposed; allocates.
+    """Return the transposed codes of a matrix, or of each matrix of a stack; allocates.
 
     Args:
         codes: ``(..., rows, cols / codes_per_byte)`` uint8, contiguous, of at most three
@@ -331,14 +331,14 @@ def transpose_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def _is_one_pass(coding: TileCoding) -> bool:
-    """Return whether the compiled kernels for blocks take a coding."""
+    """Return whether the compiled one-pass kernels for blocks support a coding."""
     has_one_level = not isinstance(coding.scaling, TwoLevelScaling)
     return coding.tile is not None and has_one_level and coding.element.codes_per_byte == 1
 
 
 def _module_for(tensor: torch.Tensor) -> Kernels | None:
-    """Return the compiled kernels that take a tensor; None if there are none."""
-    # Subclasses have no memory of their own that an address could name.
+    """Return the compiled kernels for a tensor; None if there are none."""
+    # Subclasses may have no memory of their own, so no address.
     if type(tensor) is not torch.Tensor:
         return None
     if tensor.is_cuda:
@@ -349,16 +349,16 @@ def _module_for(tensor: torch.Tensor) -> Kernels | None:
 def _batches(
     tensors: Sequence[torch.Tensor], through: torch.dtype | None
 ) -> list[tuple[Kernels | None, torch.dtype, list[int]]]:
-    """Return the indices of tensors by kernels and dtype: one call for each."""
+    """Return the indices of tensors grouped by kernels and dtype, for one call per group."""
     found: dict[tuple[Kernels | None, torch.dtype], list[int]] = {}
-    # Looked up once for all that are alike, as the environment is read for it.
+    # Looked up once per kind of tensor, as a lookup reads the environment.
     modules: dict[tuple[type, torch.device], Kernels | None] = {}
     for i, tensor in enumerate(tensors):
         kind = (type(tensor), tensor.device)
         if kind not in modules:
             modules[kind] = _module_for(tensor)
         module = modules[kind]
-        # Only fp32 is rounded to another dtype by the compiled kernels.
+        # The compiled kernels round only fp32 to another dtype.
         if through not in (None, tensor.dtype) and tensor.dtype != torch.float32:
             module = None
         found.setdefault((module, tensor.dtype), []).append(i)
@@ -384,7 +384,7 @@ def _stack(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Buffer:
-    """Return address and size; the kernels get bare addresses and can check no dtype."""
+    """Check a buffer and return address and size; the kernels themselves cannot check addresses."""
     if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(_wrong_buffer(name, tensor, dtype, device))
     return tensor.data_ptr(), tensor.numel()
@@ -406,7 +406,7 @@ def _wrong_buffer(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: t
     )
 
 
-# What torch.compile puts into its graphs: it cannot see through addresses.
+# Operators for torch.compile's graphs, as it cannot trace calls that pass addresses.
 torch.library.define(
     "megafsdp::decode_tiles",
     "(Tensor codes, Tensor table, str element, str scaling, int[] tile, SymInt[] shape, "

@@ -7,18 +7,17 @@ With Q for a quantization along features, and Qc for one along tokens:
     weight grad    gw = Qc(g)^T Qc(x)         saved: the codes of Qc(x), a byte an element or half
     bias grad      gb = the sum of g, which is not quantized
 
-Formats with one scale a tensor have one quantization for both. A recipe that quantizes weights
-alone decodes them in forward and again in backward, and saves x as it is. Either way what is kept
-of a weight is the object itself, whose codes may be gathered anew before backward: no decoded copy
-outlives the product that it was made for. Codes of other values are an error there, if they were
-not gathered.
+Formats with one scale per tensor have one quantization for both. A recipe that quantizes only
+weights decodes them in forward and again in backward, and saves x as it is. In both cases autograd
+keeps the weight object itself, whose codes may be gathered anew before backward: no decoded copy
+outlives its product. If the codes were changed by anything but a gather, backward raises.
 
 NVFP4 transforms both operands of the weight gradient (hadamard.py) and rounds both quantizations of
-g by chance (rounding.py). Tokens that lack to a whole block make a shorter block, and to a whole
-transform they count as zeros.
+g stochastically (rounding.py). The last tokens may form a shorter block; for the transform they are
+padded with zeros.
 
-A graph of ``torch.compile`` has the plain formulas of formats in it, which give the same bits.
-Recipes that keep state from step to step, histories or a generator's, end the graph at each linear.
+A graph of ``torch.compile`` contains operators for the formats, which give the same bits. Recipes
+that keep state from step to step, histories or a generator's, end the graph at each linear.
 
 The products themselves are in products.py. Experts, whose products are grouped by rows, decode.
 """
@@ -55,7 +54,7 @@ from megafsdp.quantize.rounding import Noise, draw_seed
 
 
 class LinearWeight(CodedMatrix, Protocol):
-    """A coded matrix with what else a linear needs: histories, the gradient's dtype, a name."""
+    """A coded matrix, and what else a linear needs: histories, the gradient's dtype, a name."""
 
     state: DelayedState | None
     value_dtype: torch.dtype
@@ -66,11 +65,11 @@ class LinearWeight(CodedMatrix, Protocol):
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """Return ``x w^T + bias`` by the recipe of the weight, differentiable once.
 
-    Under autocast x and bias are cast as torch casts them for its own linear.
+    Under autocast x and bias are cast as for torch's own linear.
 
     Args:
         x: ``(..., inputs)``.
-        weight: ``(outputs, inputs)``, its gradient is dense and of its dtype.
+        weight: ``(outputs, inputs)``; its gradient is dense and of its dtype.
         bias: ``(outputs,)`` or None.
     """
     dtype = weight.value_dtype
@@ -78,11 +77,11 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, bias = _autocast(x, dtype), None if bias is None else _autocast(bias, dtype)
     if x.dtype != dtype:
-        # torch says what is wrong with operands of two dtypes.
+        # torch raises its own error for operands of two dtypes.
         return F.linear(x, weight.decode(), bias)
     is_quantized = weight.recipe.input is not None and x.numel() > 0
     if is_quantized and (weight.recipe.history or weight.recipe.has_stochastic_rounding):
-        # A graph would have neither histories nor a seed that is new in each step.
+        # A graph can have neither histories nor a new seed in each step.
         reason = f"a linear of the recipe '{weight.recipe.name}', whose histories or random numbers"
         refuse_graphs(x, f"{reason} a graph cannot have; leave out fullgraph=True")
     if not torch.is_grad_enabled():
@@ -95,7 +94,7 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 
 
 def _autocast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values in a dtype, but for those that torch's autocast leaves as they are."""
+    """Return values in a dtype, except those that torch's autocast leaves as they are."""
     is_cast = values.is_floating_point() and values.dtype != torch.float64
     return values.to(dtype) if is_cast else values
 
@@ -126,7 +125,7 @@ class _Decoded(torch.autograd.Function):
 
 
 class _Quantized(torch.autograd.Function):
-    """A linear of which every operand of every product is quantized."""
+    """A linear that quantizes every operand of every product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
@@ -155,11 +154,11 @@ class _Quantized(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1]).contiguous()
         grad_x = grad_weight = for_weight = None
-        # Here and not in forward: a layer that runs forward twice, the first time without a graph,
-        # finds one random state both times, and an evaluation draws nothing.
+        # Not in forward: so a recomputed forward finds the same random state as the first one, and
+        # an evaluation draws nothing.
         seed = draw_seed() if weight.recipe.has_stochastic_rounding else None
         x = QuantizedInput(*ctx.saved_tensors, *ctx.meaning) if needs_weight else None
-        # As the input was, so that what is transposed for one product is so for both operands.
+        # Transposed exactly if the saved input is, as the product needs both operands alike.
         given: dict[str, Any] = {"is_recorded": True, "seed": seed}
         given["is_transposed"] = x is not None and x.is_transposed
         if needs_x:
@@ -189,20 +188,21 @@ def _describe(weight: LinearWeight) -> str:
 def _version_of(weight: LinearWeight) -> int | None:
     """Return how often the weight was written; None in a graph, which has its own count.
 
-    Whatever changes a weight writes its codes, so the table needs no look. A unit gathers them
-    through another tensor, and torch's FSDP2 puts the count back: the bytes are the same.
+    Every change of a weight writes its codes, so the table need not be checked. Gathers do not
+    count, as the bytes stay the same: a unit gathers codes through another tensor, and torch's
+    FSDP2 restores the count.
     """
     if is_tracing():
         return None
-    # A copy to the tensor itself counts there: within an operator autograd counts nothing.
+    # A copy to the weight itself is counted on the weight: autograd does not count inner writes.
     return version_of(weight.codes) + version_of(cast(Tensor, weight))
 
 
 def _check_unchanged(weight: LinearWeight, version: int | None) -> None:
-    """Raise where backward would read other codes than forward did, as autograd does.
+    """Raise if backward would read other codes than forward did, as autograd does.
 
     Raises:
-        RuntimeError: The codes were written since, and not gathered anew.
+        RuntimeError: The codes were written since, by anything but a gather.
     """
     now = _version_of(weight)
     if now != version and None not in (now, version):
@@ -218,7 +218,7 @@ def _check_unchanged(weight: LinearWeight, version: int | None) -> None:
 
 
 def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
-    """Return a quantized linear of which nothing is saved or recorded."""
+    """Return the output of a quantized linear; saves and records nothing."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     coded = _quantize(rows, weight, INPUT, ALONG_FEATURES)
     y = output(coded, weight, bias, x.dtype)
@@ -226,9 +226,9 @@ def _quantized_output(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> T
 
 
 def _as_output(rows: Tensor, x: Tensor) -> Tensor:
-    """Return the rows of an output in the shape of the input; an alias, but to autograd no view.
+    """Return the rows of an output in the shape of the input; an alias, but not an autograd view.
 
-    As torch's own linear: FSDP2 warns of views, on which it loses its hooks for backward.
+    torch's own linear does the same: FSDP2 warns of views, on which it loses its backward hooks.
     """
     if x.dim() == 2:
         return rows
@@ -243,7 +243,7 @@ def _format_of(weight: LinearWeight, operand: int) -> InputFormat:
 
 
 def _serves_both(weight: LinearWeight, operand: int) -> bool:
-    """Return whether the codes along features are also those along tokens."""
+    """Return whether one quantization serves the products over features and over tokens."""
     return _format_of(weight, operand).block is None and not weight.recipe.has_hadamard
 
 
@@ -256,14 +256,14 @@ def _quantize_for_both(
     seed: int | None = None,
     is_transposed: bool,
 ) -> tuple[QuantizedInput, QuantizedInput | None]:
-    """Quantize for the product over features, and for that over tokens if one quantization does.
+    """Quantize for the product over features, and for that over tokens if one serves both.
 
     Args:
-        rows: As of :func:`_quantize`, like the others.
+        rows: As for :func:`_quantize`, like the others.
         weight: Has the recipe.
         operand: ``INPUT`` or ``GRAD``.
-        is_recorded: Whether delayed scaling notes the maximum.
-        seed: Round by chance with this seed.
+        is_recorded: Whether delayed scaling records the maximum.
+        seed: Seed of stochastic rounding; None rounds to nearest.
         is_transposed: Whether the product over tokens takes transposed codes.
     """
     serves_both = _serves_both(weight, operand)
@@ -291,9 +291,9 @@ def _quantize(
         rows: ``(tokens, features)``, contiguous.
         weight: Has the recipe, and the histories of delayed scaling.
         operand: ``INPUT`` or ``GRAD``.
-        along: The dimension that blocks lie along, which is the one that the product sums over.
-        is_recorded: Whether delayed scaling notes the maximum.
-        seed: Round by chance with this seed; None: to nearest.
+        along: The dimension of blocks, which the product sums over.
+        is_recorded: Whether delayed scaling records the maximum.
+        seed: Seed of stochastic rounding; None rounds to nearest.
         is_transposed: Whether codes are those of the transpose.
     """
     noise = None
@@ -312,7 +312,7 @@ def _quantize(
 def _maximum_for(
     rows: Tensor, weight: LinearWeight, operand: int, *, is_recorded: bool
 ) -> Tensor | None:
-    """Return what delayed scaling scales by, and note the rows' own maximum; None without it."""
+    """Return the maximum of delayed scaling, and record the rows' own; None without histories."""
     state = weight.state
     if state is None or _format_of(weight, operand).block is not None:
         return None
@@ -335,7 +335,7 @@ def grouped_product(
         multiply: torch's grouped product.
         x: ``(rows, inputs)``, sorted by expert.
         weight: A stack as the product takes it, ``(experts, inputs, outputs)``.
-        ends: ``(experts,)`` int32, where the rows of each end.
+        ends: ``(experts,)`` int32, the end of each expert's rows.
     """
     if not torch.is_grad_enabled():
         return multiply(x, weight.decode(x.dtype), offs=ends)
@@ -358,7 +358,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _check_once(ctx.weight)
         x, ends = ctx.saved_tensors
-        # Without rows all strides are contiguous to torch, and not to the kernels.
+        # An empty tensor is contiguous to torch with any strides, but not to the kernels.
         grad = grad.contiguous() if grad.numel() else grad.new_empty(grad.shape)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -366,7 +366,7 @@ class _Grouped(torch.autograd.Function):
             weight = ctx.weight.decode(grad.dtype, in_backward=True)
             grad_x = ctx.multiply(grad, weight.transpose(1, 2), offs=ends)
         if ctx.needs_input_grad[1]:
-            # As the stack lies, (experts, outputs, inputs).
+            # In the layout of the stack, (experts, outputs, inputs).
             grad_weight = ctx.multiply(grad.t(), x, offs=ends).transpose(1, 2)
             grad_weight = grad_weight.to(ctx.weight.value_dtype)
         return grad_x, grad_weight, None, None

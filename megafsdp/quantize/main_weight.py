@@ -1,6 +1,6 @@
-"""The fp32 values that a quantized parameter's codes are made from, where its rows lie, and copies.
+"""The fp32 main weight of a quantized parameter: its values, the place of its rows, and copies.
 
-An optimizer steps the values; :mod:`megafsdp.fsdp.runtime.torch_fsdp` makes codes of them.
+An optimizer steps the values; :mod:`megafsdp.fsdp.runtime.torch_fsdp` makes codes from them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megafsdp.quantize.tiles import Fragment
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What encodings of a weight share, found in the first.
+    """Facts that all encodings of a weight share, found in the first.
 
     Attributes:
         values: The memory of the main weight.
-        fragment: The same, as rows of what scales are made for.
-        num_maxima: Tiles of that.
-        table_nbytes: Of its table; 0 where the parameter's own table is that.
+        fragment: The same memory, as rows of the tensor that scales are made for.
+        num_maxima: Number of that tensor's tiles.
+        table_nbytes: Bytes of that tensor's table; 0 if it is the parameter's own table.
     """
 
     values: Tensor
@@ -36,19 +36,20 @@ class Layout:
 
 @dataclass(slots=True)
 class MainWeight:
-    """The main weight of one parameter, where its rows lie, and who has others under its scales.
+    """The main weight of one parameter, the place of its rows, and the ranks that share its scales.
 
     Attributes:
-        values: Of this rank, like the parameter.
-        shape: Of the whole that scales are made for: of these rows, where they are a rank's own.
-        first: The first index of dimension 0 there.
-        groups: The ranks over which maxima are combined, one group after the other.
-        first_row: The first index of dimension 0 in what data axes divide.
-        recorded_groups: The ranks over which what layers have recorded is combined besides.
-        layout: What the first encoding has found.
+        values: This rank's values, a tensor like the parameter.
+        shape: Shape of the tensor that scales are made for: the whole one, or only these rows if no
+            other rank's rows affect their scales.
+        first: First index of dimension 0 in that tensor.
+        groups: The groups of ranks over which maxima are combined, one after the other.
+        first_row: First index of dimension 0 in the part that data axes divide.
+        recorded_groups: Further groups over which the maxima that layers record are combined.
+        layout: The facts that the first encoding has found.
         encoded_version: The version of the values at their last encoding.
         has_other_codes: Whether codes were copied to the parameter since.
-        former: The values that it had on other memory, before the parameter was moved.
+        former: The values before the parameter was moved to other memory.
     """
 
     values: Tensor
@@ -64,9 +65,9 @@ class MainWeight:
 
     @staticmethod
     def of_whole(values: Tensor) -> MainWeight:
-        """Return the main weight of a parameter that no other rank has rows of, just encoded.
+        """Return the main weight of a parameter that this rank has whole, marked as encoded.
 
-        Values that were made in inference mode are copied: these have no count of writes.
+        Values that were made in inference mode are copied, as such tensors do not count writes.
         """
         if values.is_inference():
             with outside_inference_mode():
@@ -85,11 +86,11 @@ class MainWeight:
         self.encoded_version, self.has_other_codes = version_of(self.values), False
 
     def copied(self, copy: Callable[[Tensor], Tensor], decode: Callable[[], Tensor]) -> MainWeight:
-        """Return the main weight of a copy of the parameter, a whole.
+        """Return the main weight for a copy of a whole parameter.
 
         Args:
             copy: Copies the values.
-            decode: Returns what the codes stand for in fp32; called if these were loaded alone.
+            decode: Returns the decoded codes in fp32; called if only codes were loaded.
         """
         return MainWeight.of_whole(copy(decode() if self.is_overtaken else self.values))
 
@@ -98,14 +99,14 @@ class MainWeight:
         return any(each() is values for each in self.former)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Return None: torch stages parameters for a save attribute by attribute."""
+        """Return None: torch copies parameters attribute by attribute to stage a save."""
 
     @property
     def is_overtaken(self) -> bool:
-        """Return whether codes were loaded and values were not."""
+        """Return whether codes were loaded since the last encoding, but not values."""
         return self.has_other_codes and version_of(self.values) == self.encoded_version
 
     @property
     def is_of_whole(self) -> bool:
-        """Return whether no other rank has part in its scales, so that the values are enough."""
+        """Return whether the scales depend on this rank's values only."""
         return not self.groups and not self.recorded_groups

@@ -4,12 +4,12 @@
     input grad     gx = g w         (tokens, inputs)
     weight grad    gw = g^T x       (outputs, inputs)
 
-Everywhere the operands can be decoded and multiplied as what they stand for, each rounded once to
-the dtype of the product. On GPUs with products of 8-bit floats these take the codes as they are:
-tensor-wide scales on compute capability 8.9 and above, blocks of 128 on 9.0. The dimension that is
-summed over must lie last in both operands, so the input gradient transposes the weight's codes, and
-the weight gradient those of both. Which way a product goes depends on the device, the version of
-torch and shapes, and so is the same on all ranks.
+On every device the operands can be decoded, each rounded once to the dtype of the product, and then
+multiplied. GPUs with products of 8-bit floats take the codes directly: with tensor-wide scales on
+compute capability 8.9 and above, with blocks of 128 on 9.0. The dimension that is summed over must
+be last in both operands, so the input gradient transposes the weight's codes, and the weight
+gradient those of both operands. The choice depends on the device, torch's version and the shapes,
+so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megafsdp.quantize.recipes import QuantizationRecipe
 _LOGGER = logging.getLogger("megafsdp.quantize")
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALED_DTYPES = (torch.bfloat16, torch.float16)
-# Kernels read rows of operands in pieces of as many bytes.
+# Kernels read rows of operands in pieces of this many bytes.
 _STRIDE_NBYTES = 16
 _BLOCK = 128
 _TENSOR_CAPABILITY = (8, 9)
 _BLOCK_CAPABILITY = (9, 0)
 _BLOCK_CUDA_VERSION = (12, 9)
-# Rows of a table of tiles begin at multiples of as many scales.
+# Rows of a table of tiles begin at multiples of this many scales.
 _TILE_ROW_SCALES = 4
 
 
 class CodedMatrix(Protocol):
-    """A weight as products take it: codes, or decoded values."""
+    """A weight as products take it: as codes or as decoded values."""
 
     codes: Tensor
     table: Tensor
@@ -78,11 +78,11 @@ def weight_grad(grad: QuantizedInput, x: QuantizedInput, dtype: torch.dtype) -> 
 
 
 def takes_transposed(rows: Tensor, grad_format: InputFormat, sizes: tuple[int, ...]) -> bool:
-    """Return whether the weight gradient takes codes, both operands transposed.
+    """Return whether the weight gradient takes codes, with both operands transposed.
 
     Args:
         rows: An operand before it is quantized.
-        grad_format: The format of the other or of both, that of output gradients.
+        grad_format: The format of output gradients.
         sizes: Tokens, outputs and inputs.
     """
     if not _is_on_gpu(rows):
@@ -108,7 +108,7 @@ class _Operand(NamedTuple):
 def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_forward: bool = False) -> Tensor:
     """Return ``a b^T``, summed over the last dimension of both."""
     if a.scales.numel() == 1 and b.scales.numel() == 1:
-        # Sums of the forward may be a little less exact, those of gradients not.
+        # Only the sums of forward may be slightly less exact, not those of gradients.
         return scaled_product(
             a.codes, b.codes.t(), a.scales, b.scales, out_dtype=dtype, use_fast_accum=is_forward
         )
@@ -132,7 +132,7 @@ def _by_tokens(values: QuantizedInput) -> _Operand:
 
 
 def _by_features(values: QuantizedInput) -> _Operand:
-    """Return an operand that is summed over tokens; transposes codes that are not."""
+    """Return an operand that is summed over tokens; transposes codes unless they are already."""
     element, codes = values.format.element, values.codes
     if not values.is_transposed:
         codes = transpose_codes(codes, element)
@@ -140,7 +140,7 @@ def _by_features(values: QuantizedInput) -> _Operand:
 
 
 def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
-    """Return a weight as the second operand; allocates the codes of a transposed one."""
+    """Return a weight as the second operand; transposed codes are allocated."""
     form = weight.recipe.weight
     codes, scales = weight.codes.view(weight.stored_shape), weight.table.view(torch.uint8)
     scales = form.tile_scales(scales, weight.stored_shape)
@@ -154,12 +154,12 @@ def _of_weight(weight: CodedMatrix, *, is_transposed: bool = False) -> _Operand:
 
 
 def _is_on_gpu(values: Tensor) -> bool:
-    """Return whether products of codes may exist; tests of them emulate a GPU here."""
+    """Return whether products of codes may exist; tests replace this to emulate a GPU."""
     return values.is_cuda
 
 
 def _takes_codes(values: QuantizedInput, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
-    """Return whether a product on CUDA takes codes; say in the log why not, once a reason."""
+    """Return whether a product on CUDA takes codes; if not, log each reason once."""
     reason = reason_to_decode(values.codes.device, values.format, dtype, sizes)
     if reason is not None:
         _log_decoding(reason)
@@ -169,12 +169,12 @@ def _takes_codes(values: QuantizedInput, dtype: torch.dtype, sizes: tuple[int, .
 def reason_to_decode(
     device: torch.device, form: InputFormat, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> str | None:
-    """Return why a product of codes on CUDA is not to be had; None if it is.
+    """Return why a product on CUDA cannot take codes; None if it can.
 
     Args:
         device: The GPU.
         form: The format of the first operand.
-        dtype: Of the product.
+        dtype: Dtype of the product.
         sizes: Tokens, and the sizes of both other dimensions.
     """
     capability = _capability(device.index)

@@ -22,11 +22,11 @@ class QuantizationRecipe:
         name: One of ``RECIPE_NAMES``.
         weight: The format of weights.
         input: The format of inputs; None: they stay as they are, and weights are decoded.
-        grad: The format of output gradients, given or not as ``input``.
+        grad: The format of output gradients; None exactly if ``input`` is None.
         has_hadamard: Transform both operands of the weight gradient before they are quantized.
-        has_stochastic_rounding: Round gradients up or down by chance.
-        history: Maxima of earlier steps that scales are made from, one a matrix; 0: of the values
-            themselves.
+        has_stochastic_rounding: Round gradients stochastically.
+        history: Number of earlier steps whose maxima scales are made from, one scale per matrix; 0
+            means scales are made from the values themselves.
     """
 
     name: str
@@ -104,10 +104,11 @@ def recipe_of(
 
     Args:
         recipe: A name of ``RECIPE_NAMES``, or a recipe.
-        quantize_activations: False: only weights, whatever the recipe says of the others.
+        quantize_activations: False quantizes only weights, whatever the recipe says about inputs
+            and gradients.
 
     Raises:
-        ValueError: There is no recipe of this name; lists those there are.
+        ValueError: There is no recipe of this name; the message lists the recipes.
     """
     if not isinstance(recipe, QuantizationRecipe):
         if recipe not in _RECIPES:

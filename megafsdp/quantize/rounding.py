@@ -1,10 +1,10 @@
-"""Stochastic rounding by a counter: numbers that depend on a seed and on the place alone.
+"""Counter-based stochastic rounding: random numbers depend only on a seed and on the place.
 
 Philox 4x32-10 turns the index of four neighbours and a seed into four words of 32 bits, so each
-element has its number whatever computes it, in which order and on which device. The seed comes from
-torch's generator of the CPU, whose state checkpoints have: a resumed run rounds as one that was
-never stopped. A seed is drawn in backward, once a linear. A forward that runs again in backward
-puts the generator's state back, so a checkpointed layer rounds as one that is not.
+element has the same number in any order of computation and on any device. The seed comes from
+torch's CPU generator, whose state is in checkpoints: a resumed run rounds like one that never
+stopped. A seed is drawn in backward, once per linear. Recomputation of a forward in backward
+restores the generator's state, so a layer rounds the same with activation checkpointing.
 
     element   0    1    2    3  |  4    5    6    7
     counter  (0, 0, stream, 0)  | (1, 0, stream, 0)          key (seed % 2**32, seed // 2**32)
@@ -29,16 +29,16 @@ _MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
 _KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
 _NUM_ROUNDS = 10
 _WORDS_A_COUNTER = 4
-# The bits of a fraction that fp32 has without rounding.
+# The most bits of a fraction that fp32 holds exactly.
 _FRACTION_BITS = 24
 
 
 class Noise(NamedTuple):
-    """Which uniform numbers to round by.
+    """A stream of uniform random numbers for rounding.
 
     Attributes:
-        seed: Of 63 bits, as :func:`draw_seed` returns it.
-        stream: Another one for each use of a seed.
+        seed: A seed of 63 bits, from :func:`draw_seed`.
+        stream: A number that differs for each use of a seed.
     """
 
     seed: int
@@ -47,7 +47,7 @@ class Noise(NamedTuple):
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return numbers in ``[0, 1)``, multiples of 2**-24, fp32; allocates.
 
-        Element ``i``, counted by rows, has the same number in every shape and on every device.
+        Element ``i``, in row-major order, has the same number in every shape and on every device.
         """
         numel, module = math.prod(shape), native_module()
         is_native = device.type == "cpu" and not is_tracing()
@@ -70,7 +70,7 @@ class Noise(NamedTuple):
 
 
 def draw_seed() -> int:
-    """Return a seed from torch's default generator of the CPU, whatever the device."""
+    """Return a seed from torch's default CPU generator, whatever the device."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
@@ -89,8 +89,8 @@ def philox(
     c0, c1, c2, c3 = (torch.as_tensor(c, device=counter[0].device) for c in counter)
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
-        # The product of two words may not fit into int64, but its bits are the right ones; the
-        # shift keeps the sign, which the mask removes.
+        # The product of two words may overflow int64, but its bits are right; the shift extends the
+        # sign, and the mask removes that.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             (second >> 32 & _WORD) ^ c1 ^ k0,

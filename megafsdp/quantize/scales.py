@@ -1,12 +1,12 @@
-"""Scales of tiles: what a tile's maximum makes of its values, and what decodes them.
+"""Scales of tiles: the factors that encode and decode values, from the maxima of tiles.
 
-A scale is a pure function of maxima, so every rank that has the maxima has the scales. One class a
-family; each has the factors that values are multiplied with before they are encoded, the table of
-bytes that is kept, and the factors that it decodes with. The order of operations is part of the
-format: another one gives other bits. A maximum that is not finite makes all of these NaN.
+A scale is a pure function of maxima, so every rank that has the maxima has the scales. Each family
+of scales is a class. It gives the factors by which values are multiplied before they are encoded,
+the table of bytes that is kept, and the factors that decode. The order of operations is part of the
+format, as another order gives other bits. A non-finite maximum makes all of these NaN.
 
 Maxima are int32 bit patterns of fp32 values, ``(num_matrices, num_tiles)``: the MAX of patterns is
-exact in any order, and NaN wins.
+exact in any order, and NaN is the largest.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TWO_LEVEL_MAX = E4M3.max_value * 6.0
 
 @dataclass(frozen=True, slots=True)
 class Fp32Scaling:
-    """One fp32 factor a tile: the largest value of the element over the tile's maximum.
+    """One fp32 factor per tile: the largest value of the element over the tile's maximum.
 
-    The table is the factors' reciprocals, fp32. A tile of zeros has the factor 1.
+    The table has the factors' reciprocals in fp32. A tile of zeros has the factor 1.
 
     Attributes:
         is_power_of_two: Round the factor down to a power of two.
@@ -44,13 +44,13 @@ class Fp32Scaling:
 
     @property
     def name(self) -> str:
-        """Return what compiled kernels call the family."""
+        """Return the name of the family in compiled kernels."""
         return "power_of_two" if self.is_power_of_two else "fp32"
 
     def encode_factors(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
         """Return fp32 factors in the shape of the maxima."""
         values = maxima.view(torch.float32)
-        # torch computes number / tensor by a reciprocal, which rounds twice.
+        # A tensor, as torch computes number / tensor by a reciprocal, which rounds twice.
         factors = torch.div(torch.full_like(values, element.max_value), values)
         factors = factors.clamp(max=_FLT_MAX)
         if self.is_power_of_two:
@@ -83,14 +83,14 @@ class Fp32Scaling:
 
 @dataclass(frozen=True, slots=True)
 class E8M0Scaling:
-    """One power of two a tile, its exponent in a byte, rounded up: MX formats.
+    """One power of two per tile, rounded up, stored as its exponent in a byte: MX formats.
 
-    The factor 2**127, of an empty tile, and 2**-127 are the last ones.
+    Factors are in [2**-127, 2**127]; a tile of zeros has 2**127.
     """
 
     @property
     def name(self) -> str:
-        """Return what compiled kernels call the family."""
+        """Return the name of the family in compiled kernels."""
         return "e8m0"
 
     def encode_factors(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
@@ -119,22 +119,23 @@ class E8M0Scaling:
         return self.tile_scales(table, num_matrices)[index]
 
     def _codes(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
-        # The scalar is rounded to fp32 before the product is, which is then rounded up.
+        # The scalar is rounded to fp32, then the product; its exponent is then rounded up.
         return encode_e8m0(maxima.view(torch.float32) * (1 / element.max_value))
 
 
 @dataclass(frozen=True, slots=True)
 class TwoLevelScaling:
-    """One e4m3 scale a tile in units of one fp32 maximum a matrix: NVFP4.
+    """One e4m3 scale per tile, in units of one fp32 maximum per matrix: NVFP4.
 
-    The table is the matrices' maxima, fp32, then the tiles' scales, a byte each. A matrix whose
-    maximum is beyond the largest fp32 over 448 decodes to infinities. One whose maximum is below
-    7.9e-36 decodes to smaller values, since factors are at most the largest fp32: at 1e-37 to 1 %.
+    The table has the matrices' maxima in fp32, then the tiles' scales, a byte each. A matrix whose
+    maximum is beyond the largest fp32 over 448 decodes to infinities. A matrix whose maximum is
+    below 7.9e-36 decodes to values that are too small, since factors are at most the largest fp32:
+    at 1e-37 to 1 % of the true ones.
     """
 
     @property
     def name(self) -> str:
-        """Return what compiled kernels call the family."""
+        """Return the name of the family in compiled kernels."""
         return "two_level"
 
     def encode_factors(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
@@ -187,7 +188,7 @@ class TwoLevelScaling:
         of_matrix = self._of_matrices(maxima)
         scales = maxima.view(torch.float32) * (of_matrix * (1 / element.max_value))
         codes = E4M3.encode(scales.clamp(max=_FLT_MAX))
-        # The maximum of one tile may be finite and that of another not.
+        # For all tiles, as one may have a finite maximum although the matrix's is not.
         return torch.where(of_matrix.isnan(), NAN_CODE, codes)
 
 
@@ -200,17 +201,18 @@ def _largest(maxima: torch.Tensor) -> torch.Tensor:
 
 
 def to_128x4_blocks(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in the order that GEMMs of NVIDIA's tensor cores read; allocates.
+    """Return scales in the order that GEMMs on NVIDIA's tensor cores read; allocates.
 
-    Scales are kept, gathered and saved in rows; the order is made at the call of a GEMM. Scale
-    ``(row, col)`` goes to block ``(row // 128, col // 4)``, blocks row by row, and in its block to
-    ``(row % 32) * 16 + (row % 128 // 32) * 4 + col % 4``. Zeros fill the blocks at the edges.
+    Scales are kept, gathered and saved in rows; this order is made for a GEMM call. Scale
+    ``(row, col)`` goes to block ``(row // 128, col // 4)``, in row-major order of blocks, and
+    within the block to ``(row % 32) * 16 + (row % 128 // 32) * 4 + col % 4``. Zeros fill the blocks
+    at the edges.
 
     Args:
         scales: ``(rows, cols)`` uint8.
 
     Returns:
-        1-D uint8, 512 a block.
+        1-D uint8, 512 per block.
     """
     rows, cols = scales.shape
     padded = functional.pad(scales, (0, -cols % 4, 0, -rows % 128))

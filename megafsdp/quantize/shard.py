@@ -1,8 +1,8 @@
-"""A quantized parameter: this rank's rows of a weight as codes, or the whole of a plain model.
+"""A quantized parameter: the codes of this rank's rows of a weight, or of all in a plain model.
 
-Where the engine gathers compute weights from fp32 parameters, under torch's FSDP2 the parameter
-itself is quantized. So here, unlike in tensor.py, the buffers belong to the tensor: it can be cut
-along tiles, cloned, copied from another one of its format, moved, pickled and gathered.
+Our engine makes compute weights from fp32 parameters; under torch's FSDP2 the parameter itself is
+quantized. So here, unlike in tensor.py, the tensor owns its buffers: it can be cut along tiles,
+cloned, copied from another one of its format, moved, pickled and gathered.
 
 | call | result |
 |---|---|
@@ -13,7 +13,7 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | ``clone``, ``deepcopy``, ``.cpu()``, ``.to(device)``, ``pin_memory`` | quantized, buffers copied |
 | ``deepcopy``, ``.to(device)`` or a pickle of a plain model's parameter | its main weight too |
 | ``new_empty``, ``empty_like`` of as long rows | quantized, new buffers |
-| ``new_zeros`` of as long rows | likewise, and of the same main weight: torch pads rows in it |
+| ``new_zeros`` of as long rows | likewise, with the same main weight: torch pads rows this way |
 | ``copy_`` of a quantized tensor of the format and shape | the bytes are copied |
 | ``is_pinned`` | whether the codes are |
 | ``zeros_like``; the above with another dtype, or through a tile | plain |
@@ -21,10 +21,10 @@ along tiles, cloned, copied from another one of its format, moved, pickled and g
 | any other operator | computes with decoded values |
 | ``copy_`` of floats or of another format, any other write | RuntimeError, nothing is changed |
 
-A cut shows the scales that were there when it was made; what is copied to it goes to the whole,
-and there to scales that rows share. So a source must be of as large a matrix under one scale.
-Everything else is as tensor.py has it, and the hooks by which torch gathers rows are in
-gathered_rows.py. No tensor has a process group.
+A cut keeps the scales from when it was made. A copy to a cut is also written to the whole weight,
+including the scales that rows share, so the source's scale must be for a matrix of the same shape.
+All other behavior is in tensor.py, and torch's hooks for gathers are in gathered_rows.py. No tensor
+has a process group.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _DAMAGED = "The file is damaged: load another copy"
 
 
 class _Outer(NamedTuple):
-    """Where a cut was made; what is copied to the cut goes there too.
+    """The place of a cut in the whole weight; copies to the cut are written there too.
 
     Attributes:
-        codes: Its codes there, ``(rows, bytes)``; None where the cut's own are these.
-        scales: Its scales there, and those that it shares.
+        codes: The cut's codes in the whole, ``(rows, bytes)``; None if the cut aliases them.
+        scales: The cut's scales in the whole, own and shared.
     """
 
     codes: Tensor | None
@@ -74,9 +74,9 @@ class QuantizedShard(GatheredRows):
     """Rows of a weight over buffers of its own; make it with :func:`new_shard`.
 
     Attributes:
-        main: What the codes are made from; None for copies.
-        scale_shape: Of the matrix whose one scale the rows depend on, of which they may be a part;
-            empty where there is none.
+        main: The main weight that the codes are made from; None for copies.
+        scale_shape: Shape of the matrix that shares one scale, of which the rows may be a part;
+            empty if there is none.
     """
 
     main: MainWeight | None
@@ -84,13 +84,13 @@ class QuantizedShard(GatheredRows):
     _outer: _Outer | None
 
     def with_part(self, part: Part) -> QuantizedTensor:
-        """Make another object over the same buffers; matrices of a stack are no parameters."""
+        """Make another object over the same buffers; one matrix of a stack is no parameter."""
         if part.matrix is not None or part.is_transposed:
             return super().with_part(part)
         return _over(self, part, self.main, self._outer, self.scale_shape)
 
     def refusal(self, what: str) -> RuntimeError:
-        """Return the error of a write to the parameter, which has its values elsewhere."""
+        """Return the error for a write to the parameter, whose values are in the main weight."""
         return RuntimeError(
             expected(
                 "values by megafsdp.requantize_(), or steps of megafsdp.FusedAdam",
@@ -109,7 +109,7 @@ class QuantizedShard(GatheredRows):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Refuse a cut that is made to be written to, and run the rest as any quantized tensor."""
+        """Check a narrow(), to which loads write; run the rest as for any quantized tensor."""
         if func is Tensor.narrow and isinstance(args[0], QuantizedShard):
             _check_narrow(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -122,7 +122,7 @@ class QuantizedShard(GatheredRows):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run what a parameter can do on its buffers, and the rest as any quantized tensor."""
+        """Run the operators of a parameter on its buffers, the rest as for any quantized tensor."""
         run = _OPERATORS.get(func)
         if run is not None and isinstance(args[0], QuantizedShard):
             result = run(*args, **(kwargs or {}))
@@ -131,7 +131,7 @@ class QuantizedShard(GatheredRows):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
-        """Return as any quantized tensor what a compiled graph depends on."""
+        """Return what any quantized tensor returns, and the shape of the shared scale."""
         names, rest = super().__tensor_flatten__()
         return names, (*rest, self.scale_shape)
 
@@ -145,7 +145,7 @@ class QuantizedShard(GatheredRows):
         return _over(fields, part, None, None, scale_shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy buffers, histories, gradient, and a plain model's main weight."""
+        """Copy buffers, histories, gradient, and, for a plain model, the main weight."""
         made = _clone(self)
         made.main = _copied_main(self, lambda values: copy.deepcopy(values, memo))
         copied: Tensor = nn.Parameter(made) if isinstance(self, nn.Parameter) else made
@@ -156,7 +156,7 @@ class QuantizedShard(GatheredRows):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle buffers and plain values, by the name of one function."""
+        """Pickle buffers and plain values, to be rebuilt by one named function."""
         state = self.state
         histories = None if state is None else tuple(h.clone() for h in state.histories())
         main = _copied_main(self, _compact)
@@ -192,14 +192,14 @@ def new_shard(
     """Make a parameter of zeros; allocates its buffers.
 
     Args:
-        shape: Of the rows that this rank has.
+        shape: Shape of this rank's rows.
         recipe: What codes mean.
         dtype: The dtype that the tensor shows.
         device: Where the buffers are.
         state: Histories of delayed scaling.
         fqn: FQN of the parameter, for messages.
-        main: What the codes are made from.
-        scale_shape: As the attribute; None: the rows are a whole.
+        main: The main weight that the codes are made from.
+        scale_shape: As the attribute; None means that the rows are the whole weight.
     """
     form, shape = recipe.weight, tuple(shape)
     num_codes = torch.Size(shape).numel() // form.codes_per_byte
@@ -242,7 +242,7 @@ def rebuild_quantized(version: int, description: Mapping[str, Any]) -> Tensor:
     shape, dtype = tuple(description["shape"]), getattr(torch, description["dtype"])
     codes, table = description["codes"], description["table"]
     check(codes, table, recipe, shape, is_cut=True)
-    # Of a plain model's parameter alone.
+    # Only a plain model's parameter is pickled with its main weight.
     values, main = description.get("main_weight"), None
     if values is not None:
         if (values.dtype, tuple(values.shape)) != (torch.float32, shape):
@@ -264,7 +264,7 @@ _FIELDS = frozenset(
     {"codes", "table", "recipe", "quantizes_activations", "shape", "dtype", "name"}
     | {"is_flat", "is_parameter", "requires_grad", "histories", "scale_shape"}
 )
-# What torch.load(weights_only=True) may call, and the class that it gives.
+# The function that torch.load(weights_only=True) may call, and the class that it returns.
 torch.serialization.add_safe_globals([rebuild_quantized, QuantizedShard])
 
 
@@ -282,7 +282,7 @@ def _over(
 
 
 def _described(recipe: QuantizationRecipe) -> str:
-    """Return a name that gives the recipe again."""
+    """Return the name from which the recipe can be restored."""
     named = recipe.name in RECIPE_NAMES
     if not named or recipe != recipe_of(recipe.name, quantize_activations=recipe.input is not None):
         raise ValueError(
@@ -297,7 +297,7 @@ def _described(recipe: QuantizationRecipe) -> str:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage has nothing else; pickles have whole storages."""
+    """Return a tensor whose storage has nothing else, as whole storages are pickled."""
     is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_whole else tensor.clone()
 
@@ -315,7 +315,7 @@ def _is_between_tiles(shard: QuantizedShard, dim: int, start: int, stop: int) ->
 
 
 def _cut(shard: QuantizedShard, dim: int, start: int, stop: int) -> Tensor | None:
-    """Return rows or columns, or matrices of a stack; None where the cut goes through a tile."""
+    """Return rows, columns, or matrices of a stack; None if the cut goes through a tile."""
     form, shape, outer = shard.recipe.weight, shard.stored_shape, shard._outer
     start, stop = _range(shape[dim], start, stop)
     if not _is_between_tiles(shard, dim, start, stop):
@@ -331,17 +331,17 @@ def _cut(shard: QuantizedShard, dim: int, start: int, stop: int) -> Tensor | Non
     whole = shard.scales() if outer is None else outer.scales
     scales = whole.cut(dim, start // multiple, -(-stop // multiple))
     own_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
-    # One scale for all rows: nothing to cut, and writes are seen at once.
+    # With one scale for all rows, the cut shares the table, and sees writes to it at once.
     table = shard.table
     if scales.own or stop == start:
         table = table.new_zeros(form.table_nbytes(own_shape))
         if stop > start:
             form.scales_of_rows(table, own_shape, 0, own_shape[0]).copy_(scales)
-    # Not reshape(-1), which makes a view with gaps of a column one byte wide.
+    # Not reshape(-1): of a column one byte wide it would make a view with gaps.
     own = codes.contiguous().view(-1)
     fields = Fields(own, table, shard.recipe, own_shape, shard.value_dtype, shard.state, shard.fqn)
     inner = None if codes.is_contiguous() else codes
-    # A copy to no rows writes nothing: neither the scale that others have, nor the parameter.
+    # A cut without rows has no outer place: a copy to it must not write shared scales.
     main, outer = (shard.main, _Outer(inner, scales)) if stop > start else (None, None)
     return _over(fields, None, main, outer, shard.scale_shape)
 
@@ -432,7 +432,7 @@ def _to_copy(
     made = _moved(shard, copied)
     made.main = _copied_main(shard, copied)
     if made.main is not None and shard.main is not None:
-        # As module.to() moves it: an optimizer's state may still be the values from before.
+        # E.g. for module.to(): an optimizer's state may still have the former values.
         made.main.former = (*shard.main.former, weakref.ref(shard.main.values))
     return made
 
@@ -446,9 +446,9 @@ def _is_pinned(shard: QuantizedShard, device: object = None) -> bool:
 
 
 def _copied_main(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> MainWeight | None:
-    """Return the main weight of a copy; None where it has none: of all but plain parameters.
+    """Return the main weight for a copy of a plain parameter; None for any other tensor.
 
-    Those of DTensors, and what state dicts have, come here as tensors that are no parameters.
+    Local tensors of DTensors, and entries of state dicts, are not ``nn.Parameter`` here.
     """
     main = shard.main
     if main is None or not main.is_of_whole or not isinstance(shard, nn.Parameter):
@@ -456,10 +456,10 @@ def _copied_main(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> M
     return main.copied(copied, lambda: shard.decode(torch.float32))
 
 
-# A parameter counts writes to its codes, which tensors made in inference mode do not.
+# Writes to a parameter's codes must be counted, and tensors made in inference mode count none.
 @torch.inference_mode(mode=False)
 def _moved(shard: QuantizedShard, copied: Callable[[Tensor], Tensor]) -> QuantizedShard:
-    """Return the parameter over copies of its buffers; it has no main weight."""
+    """Return a shard over copies of the buffers, without a main weight."""
     codes, table = copied(shard.codes), copied(shard.table)
     state = None if shard.state is None else shard.state.copy(codes.device)
     fields = Fields(
@@ -478,14 +478,14 @@ def _new(
     is_same_weight: bool = False,
     **unused: object,
 ) -> Tensor:
-    """Return zeros of other rows, with the scales that rows share; plain where they do not fit.
+    """Return zeros in the shape of other rows, with shared scales; plain if they do not fit.
 
-    Those of the same weight have its main weight and histories; others a copy of the histories.
+    Rows of the same weight get its main weight and histories; others get a copy of the histories.
     """
     shape, form = tuple(size), shard.recipe.weight
     dtype, device = dtype or shard.value_dtype, device or shard.device
     is_alike = len(shape) == len(shard.stored_shape) and shape[1:] == shard.stored_shape[1:]
-    # Rows of a matrix of one scale may be any number: they are a part of one that the format takes.
+    # With one scale per matrix, any number of rows fits: they are a part of a valid matrix.
     has_tiles = is_alike and shape[0] > 0 and not form.is_per_tensor
     if dtype != shard.value_dtype or not is_alike or (has_tiles and form.reason_against(shape)):
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
@@ -508,7 +508,7 @@ def _new(
 
 
 def _new_zeros(shard: QuantizedShard, size: Sequence[int], **options: Any) -> Tensor:
-    # torch's FSDP2 pads a rank's rows in zeros, of which it makes the parameter anew.
+    # torch's FSDP2 pads a rank's rows by zeros, and makes the parameter from the padded tensor.
     return _new(shard, size, is_same_weight=True, **options)
 
 
@@ -547,7 +547,7 @@ def _check_copy(target: QuantizedShard, source: QuantizedTensor) -> None:
         what, got = (f"of format {each[0]} and shape {each[1]}" for each in (wanted, given))
         hint = "Quantize both models by one recipe, or load main weights"
     elif scaled != given_scaled:
-        # The rest of the matrix, on this rank or another, would be read by the wrong scale.
+        # The rest of the matrix, on any rank, would be decoded by the wrong scale.
         both = scaled, given_scaled
         what, got = (f"under one scale of a matrix of shape {each}" for each in both)
         hint = (

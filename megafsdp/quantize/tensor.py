@@ -1,8 +1,8 @@
-"""A quantized weight as a tensor: what linears read as codes and everything else as values.
+"""A quantized weight as a tensor: linears read its codes, all other operators decoded values.
 
 A :class:`QuantizedTensor` has no memory of its own. It refers to two buffers of bytes, the codes
-and the table of scales, which their owner fills anew in place whenever the weight changes; the
-object is made once. No layer is converted: it is the tensor that sees what is done with it.
+and the table of scales. Their owner fills them anew in place whenever the weight changes; the
+object is made once. No layer is converted: the tensor intercepts the operators on it.
 
 | call | result |
 |---|---|
@@ -14,8 +14,8 @@ object is made once. No layer is converted: it is the tensor that sees what is d
 | any other operator | computes with decoded values; its gradient is dense |
 | an operator that writes, ``w[...] = x``, ``w.data = x`` | RuntimeError, nothing is changed |
 
-Gradients are dense, of the shape and dtype that the tensor shows. Decoded values are a copy: what
-is written to a slice of them is lost. This file does no arithmetic, and knows nothing of ranks.
+Gradients are dense, of the shape and dtype that the tensor shows. Decoded values are a copy: a
+write to a slice of them is lost. This file does no arithmetic, and knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _aten = torch.ops.aten
 
 
 class Part(NamedTuple):
-    """What a tensor shows of the weight that its buffers have.
+    """The part of the stored weight that a tensor shows.
 
     Attributes:
         matrix: One matrix of a stack; None for all.
@@ -66,7 +66,7 @@ class QuantizedTensor(Tensor):
     Args:
         codes: 1-D uint8 of the whole weight; aliased.
         table: The format's table of scales, uint8; aliased.
-        recipe: What the codes mean, and what linears quantize beside.
+        recipe: What the codes mean, and what else linears quantize.
         shape: ``(rows, cols)``, or ``(experts, rows, cols)``.
         dtype: The dtype that the tensor shows: of its decoded values and its gradient.
         state: Histories of delayed scaling, which linears read and record to.
@@ -82,8 +82,8 @@ class QuantizedTensor(Tensor):
         fqn: The argument.
     """
 
-    # All that a linear reads is a plain attribute: reading shape, dtype or device of a subclass is
-    # a call of __torch_function__.
+    # Plain attributes for all that a linear reads: reading shape, dtype or device of a subclass
+    # calls __torch_function__.
     codes: Tensor
     table: Tensor
     recipe: QuantizationRecipe
@@ -111,11 +111,11 @@ class QuantizedTensor(Tensor):
         return make(cls, source, Part())
 
     def decode(self, dtype: torch.dtype | None = None, *, in_backward: bool = False) -> Tensor:
-        """Return the values, plain and without history; allocates.
+        """Return the values as a plain tensor without autograd history; allocates.
 
         Args:
-            dtype: fp32, bf16 or fp16; None for the tensor's own.
-            in_backward: As of :meth:`WeightFormat.decode`.
+            dtype: fp32, bf16 or fp16; None means the tensor's own.
+            in_backward: As for :meth:`WeightFormat.decode`.
         """
         form, (matrix, is_transposed, is_flat) = self.recipe.weight, self._part
         dtype = self.value_dtype if dtype is None else dtype
@@ -130,11 +130,11 @@ class QuantizedTensor(Tensor):
         return values.transpose(-2, -1) if is_transposed else values
 
     def with_part(self, part: Part) -> QuantizedTensor:
-        """Make another object over the same buffers, which shows a part of the weight."""
+        """Make another object over the same buffers that shows a part of the weight."""
         return make(QuantizedTensor, self, part)
 
     def refusal(self, what: str) -> RuntimeError:
-        """Return the error of a write to the weight, which its owner makes anew."""
+        """Return the error for a write to the weight, whose codes its owner makes anew."""
         name = f"'{self.fqn}', " if self.fqn else ""
         return RuntimeError(
             expected(
@@ -158,7 +158,7 @@ class QuantizedTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         """Return the names of the buffers, and what a compiled graph depends on.
 
-        Not the histories and the name, which differ from layer to layer: linears that read them
+        Histories and the name are left out, as they differ between layers: linears that read them
         run outside of graphs.
         """
         return ["codes", "table"], (self.recipe, self.stored_shape, self.value_dtype, self._part)
@@ -180,7 +180,7 @@ class QuantizedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a linear by the recipe, refuse assignments, and leave the rest to the operators."""
+        """Run a linear by the recipe, refuse assignments, and leave the rest to dispatch."""
         override = _OVERRIDES.get(func)
         if override is not None:
             return override(*args, **(kwargs or {}))
@@ -195,10 +195,10 @@ class QuantizedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Keep what stays quantized, refuse to write, and compute the rest with decoded values."""
+        """Keep quantized what can be, refuse writes, and compute the rest with decoded values."""
         kwargs = kwargs or {}
         if func is _aten.record_stream.default:
-            # By its schema a write; it only delays the reuse of memory, which the buffers have.
+            # A write by its schema, but it only delays the reuse of memory: that of the buffers.
             tensor, stream = args
             for buffer in (tensor.codes, tensor.table):
                 buffer.record_stream(stream)
@@ -219,7 +219,7 @@ class QuantizedTensor(Tensor):
 
 
 class Fields(NamedTuple):
-    """What a tensor is made of; the attributes of :class:`QuantizedTensor`."""
+    """The contents of a tensor; see the attributes of :class:`QuantizedTensor`."""
 
     codes: Tensor
     table: Tensor
@@ -234,15 +234,15 @@ T = TypeVar("T", bound=QuantizedTensor)
 
 
 def make(cls: type[T], source: Fields | QuantizedTensor, part: Part | None = None) -> T:
-    """Make a tensor of a class over the buffers of another one, which are not checked.
+    """Make a tensor of a class over given buffers, without checks.
 
     Args:
-        cls: The class; its own attributes are not set.
+        cls: The class; attributes that it adds are not set.
         source: Has the buffers and what they mean.
-        part: What is shown of them; None for all.
+        part: The part to show; None means all.
     """
     if torch.is_inference_mode_enabled():
-        # torch counts the writes to views and to gathered parameters, which it makes from this.
+        # torch makes views and gathered parameters from this tensor, and counts writes to them.
         with torch.inference_mode(False):
             return make(cls, source, part)
     stored_shape, part = source.stored_shape, part or Part()
@@ -269,17 +269,17 @@ def check(
     *,
     is_cut: bool = False,
 ) -> None:
-    """Check that buffers have the sizes that a recipe's format says.
+    """Check that buffers have the sizes that a recipe's format requires.
 
     Args:
-        codes: Of all elements.
-        table: Of their scales.
+        codes: Codes of all elements.
+        table: Table of their scales.
         recipe: Has the format.
-        shape: Of the tensor.
-        is_cut: Whether it may be some rows of one that the format takes.
+        shape: Shape of the tensor.
+        is_cut: Whether the tensor may be some rows of a larger one of a valid shape.
 
     Raises:
-        ValueError: They have not, or the format takes no such shape.
+        ValueError: They do not, or the format does not support the shape.
     """
     form = recipe.weight
     reason = None if is_cut else form.reason_against(shape)
@@ -307,7 +307,7 @@ def check(
 
 
 def _decoded(value: Any) -> Any:
-    """Return an operator's argument with the values of quantized tensors in their place."""
+    """Return an operator's argument with quantized tensors replaced by their values."""
     if isinstance(value, list | tuple):
         return [_decoded(each) for each in value]
     return value.decode() if isinstance(value, QuantizedTensor) else value
@@ -319,12 +319,12 @@ def _run_decoded(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _run_in_inference_mode(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run any other operator in this mode."""
-    # Those that consist of others, such as narrow(), come here whole: the others may be kept.
+    """Run an operator in inference mode."""
+    # Composite operators, such as narrow(), arrive whole: decompose them, as parts may be kept.
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:
         return result
-    # As in make(). Views alone: what other operators write may be a tensor of this mode.
+    # As in make(), but only for views: other operators may write to an inference tensor.
     with torch.inference_mode(not func.is_view):
         return _run_decoded(func, args, kwargs)
 
@@ -334,7 +334,7 @@ def _alias(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def viewed_shape(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that ``view`` is asked for, with the number that -1 stands for."""
+    """Return the shape that ``view`` was called with, with -1 resolved."""
     sizes = list(size)
     if -1 in sizes:
         known = -math.prod(sizes)
@@ -370,7 +370,7 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | 
         return None
     part = tensor._part
     made = tensor.with_part(Part(index % tensor.stored_shape[0], part.is_transposed))
-    # Rows of an expert are few and uneven: a stack's products decode, in whichever form it comes.
+    # Rows per expert are few and uneven, so products with a stack or its matrices always decode.
     made.recipe = _of_weights_alone(tensor.recipe)
     return made
 
@@ -393,7 +393,7 @@ def _of_weights_alone(recipe: QuantizationRecipe) -> QuantizationRecipe:
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operator writes."""
     if func.namespace == "c10d":
-        # Collectives mark nothing as written. All but one write their first argument.
+        # Schemas of collectives mark no writes. All but send write their first argument.
         is_send = func.overloadpacket.__name__ == "send"
         return () if is_send else ((0, schema_of(func).arguments[0].name),)
     arguments = enumerate(schema_of(func).arguments)
@@ -405,7 +405,7 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def _sends_alone(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether an operator is a broadcast by this rank, which reads what others write."""
+    """Return whether an operator is a broadcast from this rank, which only reads its tensors."""
     if func.namespace != "c10d" or func.overloadpacket.__name__ != "broadcast_":
         return False
     _, group, root, *_ = args

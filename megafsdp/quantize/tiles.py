@@ -1,14 +1,14 @@
 """Tiles: one grid over a whole matrix, and the rows of it that a rank has.
 
-A tile has one scale. Grids are laid over whole matrices, whatever rows a rank has: it computes the
-maxima of the parts of tiles within its rows, and the maximum over ranks is the tile's. A cut may go
-through a tile anywhere.
+A tile has one scale. Grids are laid over whole matrices, whatever rows a rank has. A rank computes
+the maxima of the parts of tiles within its rows, and the maximum over ranks is that of the tile. So
+a cut between ranks may go through a tile.
 
             cols 0..31  32..63  64..95               tile (32, 32), rows 80
     rank 0: rows  0..49    maxima of tile rows 0, 1
     rank 1: rows 50..79    maxima of tile rows    1, 2 (rows 64..79: a short one)
 
-The functions here are plain torch, and the oracle of the compiled kernels.
+The functions here are plain torch, and the reference for the compiled kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fragment:
     Attributes:
         values: ``(num_rows * cols,)`` fp32, bf16 or fp16, contiguous; may be empty.
         shape: ``(rows, cols)`` of the whole matrix, or ``(matrices, rows, cols)`` of the stack.
-        first_row: The first of the rows, counted over the stack.
+        first_row: Index of the first row, counted over the stack.
     """
 
     values: torch.Tensor
@@ -45,8 +45,8 @@ class Fragment:
         """Check the rows.
 
         Raises:
-            ValueError: Values are of another dtype, no whole rows or not contiguous, or rows lie
-                outside of the shape.
+            ValueError: Values have another dtype, are not whole rows or not contiguous, or rows lie
+                outside the shape.
         """
         values, cols = self.values, self.shape[-1]
         total_rows = math.prod(self.shape[:-1])
@@ -72,20 +72,20 @@ class Fragment:
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return self.values.numel() // max(self.shape[-1], 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """The tiles over a stack of matrices; none lies over two.
+    """The tiles over a stack of matrices; no tile spans two matrices.
 
     Tiles are numbered by matrix, row of tiles and column of tiles.
 
     Attributes:
-        num_matrices: 1, or the number in the stack.
+        num_matrices: 1, or the number of matrices in the stack.
         rows: Rows of one matrix.
-        cols: Columns.
+        cols: Columns of one matrix.
         tile_rows: Rows of a tile; the last one may be cut short.
         tile_cols: Columns of a tile, likewise.
     """
@@ -98,39 +98,39 @@ class TileGrid:
 
     @classmethod
     def over(cls, shape: tuple[int, ...], tile: tuple[int, int] | None) -> TileGrid:
-        """Lay tiles over a shape of two or three dimensions; without a size, one a matrix."""
+        """Lay tiles over a 2-D or 3-D shape; if ``tile`` is None, one tile per matrix."""
         rows, cols = shape[-2:]
         tile_rows, tile_cols = tile or (max(rows, 1), max(cols, 1))
         return cls(math.prod(shape[:-2]), rows, cols, tile_rows, tile_cols)
 
     @property
     def tiles_down(self) -> int:
-        """Return the rows of tiles of one matrix."""
+        """Return the number of rows of tiles of one matrix."""
         return -(-self.rows // self.tile_rows)
 
     @property
     def tiles_across(self) -> int:
-        """Return the columns of tiles."""
+        """Return the number of columns of tiles."""
         return -(-self.cols // self.tile_cols)
 
     @property
     def tiles_per_matrix(self) -> int:
-        """Return the tiles of one matrix."""
+        """Return the number of tiles of one matrix."""
         return self.tiles_down * self.tiles_across
 
     @property
     def num_tiles(self) -> int:
-        """Return the tiles of the stack."""
+        """Return the number of tiles of the stack."""
         return self.num_matrices * self.tiles_per_matrix
 
     def tile_row_of(self, first_row: int, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return the row of tiles, counted over the stack, of each of some rows; int64."""
+        """Return for each row its row of tiles, counted over the stack; int64."""
         row = torch.arange(first_row, first_row + num_rows, device=device)
         matrix = row // self.rows
         return matrix * self.tiles_down + (row - matrix * self.rows) // self.tile_rows
 
     def spread(self, of_tiles: torch.Tensor, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return the values of tiles for each element of some rows, ``(num_rows, cols)``."""
+        """Return the tiles' values expanded to each element of some rows, ``(num_rows, cols)``."""
         by_row = of_tiles.reshape(-1, self.tiles_across)
         by_row = by_row[self.tile_row_of(first_row, num_rows, of_tiles.device)]
         return by_row.repeat_interleave(self.tile_cols, dim=1)[:, : self.cols]
@@ -152,7 +152,7 @@ class TileCoding:
 
     @functools.cached_property
     def of_kernels(self) -> tuple[str, str, int, int]:
-        """Return it as compiled kernels take it; the tile of a whole matrix is 0 by 0."""
+        """Return the coding as compiled kernels take it; a whole matrix has the tile (0, 0)."""
         return (self.element.name, self.scaling.name, *(self.tile or (0, 0)))
 
     def grid(self, shape: tuple[int, ...]) -> TileGrid:
@@ -160,7 +160,7 @@ class TileCoding:
         return TileGrid.over(shape, self.tile)
 
     def table_nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a table that hold scales; the rest is padding, and zero."""
+        """Return the number of bytes of a table that hold scales; the rest is zero padding."""
         grid = self.grid(shape)
         return self.scaling.table_nbytes(grid.num_matrices, grid.tiles_per_matrix)
 
@@ -196,7 +196,7 @@ def add_maxima_in_torch(
 def fill_table_in_torch(
     coding: TileCoding, shape: tuple[int, ...], maxima: torch.Tensor, table: torch.Tensor
 ) -> None:
-    """Write the scales of all tiles of a tensor; what the table has beyond them becomes zero."""
+    """Write the scales of all tiles of a tensor; the rest of the table becomes zero."""
     nbytes = coding.table_nbytes(shape)
     by_matrix = maxima.view(coding.grid(shape).num_matrices, -1)
     coding.scaling.fill(by_matrix, coding.element, table[:nbytes])
@@ -217,10 +217,10 @@ def encode_in_torch(
     Args:
         coding: What codes and scales are.
         fragment: The rows.
-        maxima: ``(num_tiles,)`` int32 of the whole tensor; what is above them is clamped.
-        codes: 1-D uint8, one a value or a pair of values.
+        maxima: ``(num_tiles,)`` int32 of the whole tensor; values above them are clamped.
+        codes: 1-D uint8, one byte per value or pair of values.
         through: Round the values to this dtype first.
-        noise: fp32 in ``[0, 1)``, one a value, to round stochastically by; None: to nearest.
+        noise: fp32 in ``[0, 1)``, one per value, for stochastic rounding; None rounds to nearest.
     """
     if fragment.values.numel() == 0:
         return
@@ -229,7 +229,7 @@ def encode_in_torch(
     factors = coding.scaling.encode_factors(by_matrix, element)
     values = _read(fragment, through)
     scaled = values * grid.spread(factors, fragment.first_row, fragment.num_rows).flatten()
-    # An infinite value under a finite maximum, one of other values, must not become the largest.
+    # An infinite value under a finite (e.g. delayed) maximum must not become the largest code.
     scaled = torch.where(values.isfinite(), scaled, torch.nan)
     if noise is None:
         found = element.encode(scaled)
