@@ -108,7 +108,7 @@ def convert(
         destination: The file to write, or the save root to publish in; only checkpoints of megafsdp
             may go to a store.
         to: The format to write.
-        step: The step to read, or to write where the source has none; None means the latest.
+        step: The step to read, or to write if the source has none; None means the latest.
         options: Options of this conversion.
         show_progress: Draw a progress bar, if standard error is a terminal.
 

@@ -237,7 +237,7 @@ def _plan(
     rank, world_size = rank_and_world_size()
     path = save_root.find(directory, step)
     manifest = read_manifest(path)
-    # Each rank checks its share of the files; their errors meet in the agreement.
+    # Each rank checks its share of the files; agree() raises the errors on all ranks.
     require_files(manifest, path, sorted(manifest.files)[rank::world_size])
     if targets.model is not None:
         require_whole_order(targets.model, manifest, where=f"'{path}'")

@@ -331,7 +331,7 @@ def _disk_errors(draft: Draft) -> Iterator[None]:
 def _no_garbage_collection() -> Iterator[None]:
     """Keep the collector from walking the many small objects of a manifest again and again.
 
-    This sets the threshold, not gc.disable(): other threads, which run meanwhile, may use that.
+    By the threshold, not gc.disable(): the caller may use that in other threads meanwhile.
     """
     threshold, *others = gc.get_threshold()
     gc.set_threshold(0, *others)

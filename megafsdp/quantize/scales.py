@@ -59,7 +59,7 @@ class Fp32Scaling:
         return torch.where(values.isfinite(), factors, torch.nan)
 
     def table_nbytes(self, num_matrices: int, num_tiles: int) -> int:
-        """Return the bytes that the scales of some matrices with so many tiles each take."""
+        """Return the bytes of the scales of matrices with ``num_tiles`` tiles each."""
         return 4 * num_matrices * num_tiles
 
     def fill(self, maxima: torch.Tensor, element: Element, table: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class Fp32Scaling:
         return self.tile_scales(table, num_matrices)
 
     def of_matrix(self, table: torch.Tensor, num_matrices: int, index: int) -> torch.Tensor:
-        """Return the bytes of one matrix, as a table of it alone has them; aliases."""
+        """Return the bytes of one matrix, in the form of its own table; aliases."""
         return self.tile_scales(table, num_matrices)[index].view(torch.uint8)
 
 
@@ -99,7 +99,7 @@ class E8M0Scaling:
         return torch.where(codes == 255, torch.nan, decode_e8m0(254 - codes))
 
     def table_nbytes(self, num_matrices: int, num_tiles: int) -> int:
-        """Return the bytes that the scales of some matrices with so many tiles each take."""
+        """Return the bytes of the scales of matrices with ``num_tiles`` tiles each."""
         return num_matrices * num_tiles
 
     def fill(self, maxima: torch.Tensor, element: Element, table: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ class E8M0Scaling:
         return decode_e8m0(self.tile_scales(table, num_matrices))
 
     def of_matrix(self, table: torch.Tensor, num_matrices: int, index: int) -> torch.Tensor:
-        """Return the bytes of one matrix, as a table of it alone has them; aliases."""
+        """Return the bytes of one matrix, in the form of its own table; aliases."""
         return self.tile_scales(table, num_matrices)[index]
 
     def _codes(self, maxima: torch.Tensor, element: Element) -> torch.Tensor:
@@ -148,7 +148,7 @@ class TwoLevelScaling:
         return factors.clamp(max=_FLT_MAX)
 
     def table_nbytes(self, num_matrices: int, num_tiles: int) -> int:
-        """Return the bytes that the scales of some matrices with so many tiles each take."""
+        """Return the bytes of the scales of matrices with ``num_tiles`` tiles each."""
         return num_matrices * (4 + num_tiles)
 
     def fill(self, maxima: torch.Tensor, element: Element, table: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class TwoLevelScaling:
         return scales * self.matrix_maxima(table, num_matrices) * (1 / _TWO_LEVEL_MAX)
 
     def of_matrix(self, table: torch.Tensor, num_matrices: int, index: int) -> torch.Tensor:
-        """Return the bytes of one matrix, as a table of it alone has them; allocates."""
+        """Return the bytes of one matrix, in the form of its own table; allocates."""
         maximum = self.matrix_maxima(table, num_matrices)[index].view(torch.uint8)
         return torch.cat((maximum, self.tile_scales(table, num_matrices)[index]))
 

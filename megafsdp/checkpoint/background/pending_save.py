@@ -83,7 +83,7 @@ class PendingSave:
         self._remove_hooks()
 
     def wait_for_copies(self) -> None:
-        """Wait as :meth:`wait_staged` does, but leave the hooks; for use inside such a hook."""
+        """Wait as :meth:`wait_staged` does, but do not remove hooks; for use inside such a hook."""
         self._staging.wait()
 
     def done(self) -> bool:
@@ -121,7 +121,7 @@ class PendingSave:
         return self._error is not None
 
     def detach_from_parent(self) -> None:
-        """End every wait in a forked process, where the thread does not go on."""
+        """End every wait in a forked process, where the save's thread does not exist."""
         self._staging.detach_from_parent()
         self._remove_hooks()
         self._finish = None
@@ -219,7 +219,7 @@ class BackgroundSaves:
             self._last.wait_staged()
 
     def wait_for_copies(self) -> None:
-        """Wait as :meth:`wait_until_staged` does, and leave all hooks where they are; local."""
+        """Wait as :meth:`wait_until_staged` does, but do not remove hooks; local."""
         if self._last is not None:
             self._last.wait_for_copies()
 

@@ -40,7 +40,7 @@ from megafsdp.mesh.torch_private import StorageInfo
 
 MANIFEST_FILE = "manifest.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# The remedy in error messages where a checkpoint cannot be read.
+# The remedy in error messages if a checkpoint cannot be read.
 ANOTHER_STEP = f"load another step: pass step=, or write its number into {TRACKER_FILE}"
 DCP_METADATA_FILE = ".metadata"
 FORMAT_VERSION = 2
@@ -95,7 +95,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a checkpoint says about itself.
+    """Everything that a checkpoint records about itself.
 
     Attributes:
         step: Training step.

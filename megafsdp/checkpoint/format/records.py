@@ -253,7 +253,7 @@ class _Described:
         self._tensor = tensor
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return what ``torch.save`` pickles of a tensor."""
+        """Return what ``torch.save`` pickles for a tensor."""
         shape, strides = tuple(self._tensor.shape), self._tensor.stride()
         storage = _DescribedStorage(_STORAGE_CLASSES[self._tensor.dtype], self._tensor.numel())
         hooks: OrderedDict[int, object] = OrderedDict()
@@ -305,7 +305,7 @@ def _crc32_product(a: int, b: int) -> int:
 
 
 def require_files(manifest: Manifest, directory: Location, names: Iterable[str]) -> None:
-    """Check that files are there with the size they were written with.
+    """Check that files exist with the size that they were written with.
 
     Raises:
         CheckpointError: One is missing or has another size.

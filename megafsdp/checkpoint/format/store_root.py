@@ -6,7 +6,7 @@ The objects in a store, and the order in which a save of step 50 writes them::
     run/iter_0000050/
         __0_0-1a2b3c4d.distcp            2  by every rank, part by part
         .metadata                        3  by rank 0, once all ranks have answered
-        manifest.json                    4  from here on the checkpoint is there
+        manifest.json                    4  from here on the checkpoint exists
     run/latest_checkpointed_iteration.txt  5  from here on it is the latest one
 
 Then the marker is removed. No reader takes a folder without manifest for a checkpoint. A crash at
@@ -114,7 +114,7 @@ class StoreSaves:
         return folder
 
     def discard(self, draft: Draft) -> None:
-        """Remove the files of an attempt, unless its manifest is there."""
+        """Remove the files of an attempt, except those that an existing manifest lists."""
         folder = _in_store(draft)
         try:
             names = folder.list_names()[0]

@@ -1,8 +1,8 @@
 """Hugging Face files from a checkpoint, and a checkpoint from Hugging Face files, in one process.
 
-No ranks, no GPU, no model in memory: files of an export are made one at a time, and tensors of an
-import pass one by one. A checkpoint made here holds weights alone and loads into any model of the
-same configuration, on any number of ranks.
+No ranks, no GPU, no model in memory: an export makes its files one at a time, and an import copies
+tensors one by one. A checkpoint made here holds only weights and loads into any model of the same
+configuration, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tens
 
 
 def _require_states_of_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse states that belong to no parameter and so have no name on disk; empty ones may."""
+    """Refuse states that belong to no parameter, and so have no name on disk, unless empty."""
     members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strange = [k for k, states in optimizer.state.items() if k not in members and states != {}]
     if strange:

@@ -48,7 +48,7 @@ class FusedLike:
         Args:
             writer: The checkpoint in the making.
             key: The key of the whole.
-            tensor: Its values. A tensor that has not the parameter's shape, such as a count of
+            tensor: Its values. A tensor of another shape than the parameter's, such as a count of
                 steps, is stored with each part.
             tied_to: Key of the tensor of which this is a further name; None if it is no alias.
 
