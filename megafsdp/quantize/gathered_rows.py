@@ -126,7 +126,7 @@ class GatheredRows(QuantizedTensor):
     ) -> QuantizedTensor:
         form, table = self.recipe.weight, self.table
         codes = outputs[0].view(-1)[: torch.Size(shape).numel() // form.codes_per_byte]
-        # Without scales among the outputs, this rank's own table has them all.
+        # A single rank gets only the codes from torch; then its own table has all scales.
         if len(outputs) > 1:
             nbytes, scales = form.table_nbytes(shape), self.scales()
             is_table = len(outputs) == 2 and not scales.shared and outputs[1].numel() == nbytes

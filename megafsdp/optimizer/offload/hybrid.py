@@ -179,7 +179,7 @@ class HybridDeviceOptimizer(FusedAdam):
         self._ahead = StepsAhead(speculate, self._worker, self._link, self.host_ledger)
         for group in groups:
             is_pinned = pin_cpu_params and can_be_pinned(group.device)
-            # Another optimizer allocates its own states, so there is no room for ours.
+            # Another optimizer allocates its own states, so the slab needs no room for ours.
             num_states = 0 if cpu_optimizer_cls is not None else len(STATES)
             offload(group, self.host_ledger, num_states=num_states, is_pinned=is_pinned)
         if cpu_optimizer_cls is not None and groups:
