@@ -81,7 +81,7 @@ def remember_square_sum(values: torch.Tensor) -> torch.Tensor:
 def known_square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums of squares of contiguous, non-empty tensors of one device.
 
-    Kept sums that are still valid are not computed again; CUDA computes all others in one launch.
+    Kept sums that are still valid are not computed again; CUDA computes all others together.
 
     Returns:
         ``(tensors,)`` fp64 on the device.
