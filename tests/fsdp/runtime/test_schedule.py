@@ -18,6 +18,7 @@ from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.gathered_weight import GatheredWeight
+from megafsdp.fsdp.runtime.schedule import RecordedOrder
 from tests.fsdp.toy import WIDTH, Net, adamw, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
@@ -194,6 +195,24 @@ def test_units_gathered_ahead_that_do_not_run_count_and_are_released(ranks: Rank
 def test_a_changing_order_of_units_is_followed_safely(ranks: Ranks) -> None:
     """Skipped, repeated and reordered units give right gradients and leave nothing unsharded."""
     ranks(2).run(_changing_order)
+
+
+class _Unit:
+    """Stands for a unit in an order."""
+
+
+def test_a_run_that_departs_from_the_record_follows_it_no_more() -> None:
+    """Nothing is gathered ahead then, nor kept as the last, also where the record agrees again."""
+    first, second, third = units = [_Unit(), _Unit(), _Unit()]
+    order: RecordedOrder[_Unit] = RecordedOrder()
+    for _ in range(2):
+        order.start()
+        found = [(order.arrive(unit, 2), order.is_last(unit)) for unit in units]
+    assert found == [([second, third], False), ([third], False), ([], True)]
+    order.start()
+    assert order.arrive(first, 1) == [second]
+    for _ in range(2):
+        assert (order.arrive(third, 1), order.is_last(third)) == ([], False)
 
 
 def _refreshes(strategy: str) -> list[int]:
