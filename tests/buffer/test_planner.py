@@ -152,6 +152,26 @@ def test_only_the_tensor_over_the_cut_has_a_row_end_there() -> None:
     assert layout.shard_numel == 8 * 1024 + 6 * 256  # 9.5 long rows.
 
 
+def test_a_tensor_over_one_cut_needs_a_row_end_there_and_no_shards_of_whole_rows() -> None:
+    """Shards of 9.6 rows: the tensor starts 64 elements behind the first one's start."""
+    layout = plan_layout(_specs([(17, 40)]), 2, itemsize=2)
+    assert (layout.slots[0].offset, layout.shard_numel) == (64, 384)
+
+
+def test_of_layouts_with_as_many_collectives_the_shortest_is_taken() -> None:
+    """Vectors in a sub-buffer of their own: behind the matrices they would lengthen each shard."""
+    shapes = [(300,), (7,), (6, 256), (4, 320), (11, 320), (15, 256)]
+    layout = plan_layout(_specs(shapes), 8)
+    assert [slot.sub_buffer for slot in layout.slots] == [1, 1, 0, 0, 0, 0]
+    assert layout.padding_numel == 269
+
+
+def test_a_collective_less_is_worth_a_quarter_more_than_the_least_padding() -> None:
+    """Rows of 5 and of 64 elements share a buffer; one for each would pad 11,489 elements."""
+    layout = plan_layout(_specs([(531, 5), (387, 64)]), 64)
+    assert (len(layout.sub_buffers), layout.padding_numel) == (1, 13537)
+
+
 @pytest.mark.parametrize(("hidden", "padding_numel", "nbytes"), [(256, 256, 256), (64, 64, 128)])
 def test_layers_of_two_ranks_pad_one_half_row_a_rank(
     hidden: int, padding_numel: int, nbytes: int
