@@ -146,9 +146,9 @@ class Branches(nn.Module):
         return (self.first if which == 0 else self.second)(x).sum()
 
 
-def _usage(which_of_rank: list[int]) -> list[str]:
+def _usage(which_of_rank: list[int], shape: tuple[int, ...]) -> list[str]:
     reference = Branches()
-    net = fully_shard(copy.deepcopy(reference))
+    net = fully_shard(copy.deepcopy(reference), mesh=mesh_of_shape(shape))
     world = dist.get_world_size()
     inputs = torch.arange(8.0 * world).view(world, 1, 8)
     for _ in range(2):
@@ -159,14 +159,18 @@ def _usage(which_of_rank: list[int]) -> list[str]:
     return [name for name, p in net.named_parameters() if p.grad is None]
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("which", [[0, 0], [0, 1], [1, 0]])
 def test_unused_parameters_keep_no_gradient_unless_another_rank_used_them(
-    ranks: Ranks, which: list[int]
+    ranks: Ranks, which: list[int], shape: tuple[int, ...]
 ) -> None:
-    """``.grad`` is None exactly where the single process has None, and never mixed between them."""
+    """``.grad`` is None exactly where the single process has None, and never mixed between them.
+
+    Also where an inner axis of one rank packs nothing: the outer one sums what a rank left out.
+    """
     never = ["never.weight", "never.bias"]
     other = {(0, 0): ["second.weight", "second.bias"]}.get(tuple(which), [])
-    assert ranks(2).run(_usage, which) == [[*other, *never]] * 2
+    assert ranks(2).run(_usage, which, shape) == [[*other, *never]] * 2
 
 
 def _in_some_backwards(orders: list[list[int]]) -> None:
