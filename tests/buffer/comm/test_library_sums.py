@@ -1,4 +1,4 @@
-"""Sums that a backend's library makes: dtypes, factors, launches, and what is left to a pass."""
+"""What a backend's library is given: dtypes, factors, launches, and what is left to a pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp.buffer.comm.collectives import (
+    all_gather,
     all_reduce_partials,
     record_collectives,
     reduce_scatter,
@@ -271,6 +272,35 @@ def test_torch_is_given_one_collective_and_at_most_one_pass() -> None:
     with fake_ranks(1):
         assert _ops_of(1, F32, accumulate=False) == ["aten::mul"]
         assert _ops_of(1, F32, accumulate=True) == ["aten::add_"]
+
+
+class _Gathers(TorchDispatchMode):
+    """Note the dtypes of the outputs of each launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[list[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Note and run."""
+        if func.namespace == "c10d":
+            outputs = args[0] if isinstance(args[0], list) else args[:1]
+            self.launches.append([output.dtype for output in outputs])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "sent"), [((BF16, F32), [torch.uint8] * 2), ((BF16, BF16), [BF16] * 2)]
+)
+def test_buffers_of_two_dtypes_are_gathered_as_bytes(
+    dtypes: tuple[torch.dtype, ...], sent: list[torch.dtype]
+) -> None:
+    """One launch for all: NCCL coalesces tensors of one dtype alone."""
+    with fake_ranks(8), _Gathers() as gathers:
+        outputs = [torch.zeros(8 * SHARD, dtype=dtype) for dtype in dtypes]
+        shards = [torch.zeros(SHARD, dtype=dtype) for dtype in dtypes]
+        all_gather(outputs, shards, group=_world(), label="").wait()
+    assert gathers.launches == [sent]
 
 
 def _discarded() -> list[list[float]]:
