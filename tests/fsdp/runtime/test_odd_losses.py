@@ -245,6 +245,21 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
 
 
+def _frozen_and_hidden() -> None:
+    reference = _HidesItsOutput().requires_grad_(False)
+    net = fully_shard(copy.deepcopy(reference))
+    inputs = [torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_() for _ in range(2)]
+    for model, x in zip((reference, net), inputs, strict=True):
+        model(x).loss.backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    assert not net._fsdp_unit().is_unsharded
+
+
+def test_frozen_weights_are_freed_after_a_backward_that_no_output_has_begun(ranks: Ranks) -> None:
+    """No gradient of a parameter tells of it either: that of the input does, at the end."""
+    ranks(2).run(_frozen_and_hidden)
+
+
 def _lends_without_a_graph(strategy: str) -> None:
     reference = _UsesWhatAnInnerUnitReturns()
     net = _shard_layers(copy.deepcopy(reference), strategy)
