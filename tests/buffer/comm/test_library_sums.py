@@ -240,7 +240,9 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _ops_of(num_buffers: int, dtype: torch.dtype, *, accumulate: bool) -> list[str]:
+def _ops_of(
+    num_buffers: int, dtype: torch.dtype, *, accumulate: bool, scale: float = 1 / 8
+) -> list[str]:
     """Return the operators of a reduction of fp32 partials on a backend that does nothing."""
     group = _world()
     outputs = [torch.zeros(SHARD, dtype=dtype) for _ in range(num_buffers)]
@@ -250,7 +252,7 @@ def _ops_of(num_buffers: int, dtype: torch.dtype, *, accumulate: bool) -> list[s
             outputs,
             partials,
             group=group,
-            scale=1 / 8,
+            scale=scale,
             accumulate=accumulate,
             reduce_dtype=F32,
             label="",
@@ -266,6 +268,7 @@ def test_torch_is_given_one_collective_and_at_most_one_pass() -> None:
             *["aten::mul"] * 3,
         ]
         scatter = "c10d::_reduce_scatter_base_"
+        assert _ops_of(1, F32, accumulate=False, scale=1.0) == [scatter]
         assert _ops_of(1, F32, accumulate=False) == [scatter, "aten::mul"]
         assert _ops_of(1, F32, accumulate=True) == [scatter, "aten::add_"]
         assert _ops_of(1, BF16, accumulate=False) == [scatter, "aten::mul"]
