@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -298,9 +298,10 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(5, 7), nn.Linear(5, 7)
         self.second.bias = self.first.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, uses_first: bool) -> torch.Tensor:
         """Return a loss."""
-        return self.first(x).square().mean() + 3 * self.second(x).square().mean()
+        loss = 3 * self.second(x).square().mean()
+        return loss + self.first(x).square().mean() if uses_first else loss
 
 
 def _clear_one_module(engine: str, shape: MeshShape, is_offloaded: bool) -> None:
@@ -310,11 +311,13 @@ def _clear_one_module(engine: str, shape: MeshShape, is_offloaded: bool) -> None
     net = copy.deepcopy(reference)
     fully_shard([net.first, net.second], **options)
     fully_shard(net, **options)
-    batches = torch.randn(4, dist.get_world_size(), 3, 5)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    batches = torch.randn(4, world, 3, 5)
 
-    def backward(step: int) -> None:
-        reference(batches[step]).backward()
-        net(batches[step][dist.get_rank()]).backward()
+    def backward(step: int, users_of_first: Sequence[int] = range(world)) -> None:
+        for each in range(world):
+            (reference(batches[step][each], each in users_of_first) / world).backward()
+        net(batches[step][rank], rank in users_of_first).backward()
 
     # One sum in `.grad`, one over the inner axis alone, and one that is not reduced.
     backward(0)
@@ -336,6 +339,14 @@ def _clear_one_module(engine: str, shape: MeshShape, is_offloaded: bool) -> None
     assert net.second.weight.grad is None and net.first.weight.grad is not None
     backward(1)
     assert_same_grads(net, reference)
+    # What waited is neither zeros later nor a part of sums, also where one rank alone had it.
+    for earlier, later in (((0, 1), ()), ((1,), (0, 1))):
+        with microbatch(net, is_last=False):
+            backward(0, earlier)
+        for module in (reference, net):
+            module.first.zero_grad()
+        backward(2, later)
+        assert_same_grads(net, reference)
 
 
 @pytest.mark.parametrize(
