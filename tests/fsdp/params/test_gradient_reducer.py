@@ -327,6 +327,33 @@ def test_gradients_follow_what_the_user_did_to_them(ranks: Ranks) -> None:
     ranks(2).run(_cleared_and_replaced)
 
 
+def _given_back() -> None:
+    reference = Branches()
+    net = fully_shard(copy.deepcopy(reference))
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.arange(8.0 * world).view(world, 1, 8)
+
+    def backward(which: int) -> None:
+        for each in range(world):
+            (reference(inputs[each], which) / world).backward()
+        net(inputs[rank], which).backward()
+
+    backward(1)
+    kept = [(p, p.grad) for model in (reference, net) for p in model.second.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    backward(0)
+    for parameter, grad in kept:
+        parameter.grad = grad
+    backward(1)
+    assert_same_grads(net, reference)
+
+
+def test_a_kept_gradient_that_is_given_back_is_added_to(ranks: Ranks) -> None:
+    """Also where the backward between has made gradients of other parameters alone."""
+    ranks(2).run(_given_back)
+
+
 def _references_survive(is_cleared_late: bool) -> bool:
     _, net = pair()
     first, second = batches(2)
