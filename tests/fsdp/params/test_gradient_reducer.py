@@ -379,6 +379,24 @@ def test_a_kept_gradient_is_not_overwritten_by_the_next_step(
     assert ranks(2).run(_references_survive, is_cleared_late) == [True, True]
 
 
+def _counts_as_a_write() -> None:
+    # Without gaps in the buffer, whose zeros would count.
+    net = fully_shard(nn.Linear(8, 8, bias=False))
+    x = torch.ones(1, 8)
+    net(x).sum().backward()
+    grad = net.weight.grad
+    factor = torch.ones_like(grad.to_local(), requires_grad=True)
+    product = (grad.to_local() * factor).sum()
+    net(x).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_a_sum_that_is_added_to_a_gradient_counts_as_a_write(ranks: Ranks) -> None:
+    """Autograd finds that a gradient which it has saved is another, as in plain torch."""
+    ranks(2).run(_counts_as_a_write)
+
+
 def _freed_with_the_last() -> list[int]:
     _, net = pair()
     ledger = net._fsdp_unit().ledger
