@@ -573,6 +573,11 @@ def _bits_of_real_parameters_survive() -> None:
             module[0].counts.zero_()
             module[0].counts = torch.ones(3)
 
+    def fail(module: nn.Module) -> None:
+        raise ValueError("no values")
+
+    with pytest.raises(ValueError, match="no values"):
+        materialize(model, fail)  # What had values has them in the next call, too.
     materialize(model, fill)
     assert torch.equal(full_tensor(model[0].weight), before)
     assert not torch.equal(before, before.bfloat16().float())
