@@ -379,6 +379,15 @@ def _different_seeds() -> None:
         materialize(net)
 
 
+def _loads_on_one_rank() -> None:
+    net = shard(on_meta(Net))
+    if dist.get_rank() == 0:
+        net.norm.weight.copy_from_full_(torch.ones(net.norm.weight.shape))
+    torch.manual_seed(SEED)
+    with pytest.raises(ValueError, match="parameters, shapes and dtypes on all ranks"):
+        materialize(net)
+
+
 def _fails_on_one_rank() -> None:
     net = shard(on_meta(Net))
     torch.manual_seed(SEED)
@@ -395,7 +404,7 @@ def _fails_on_one_rank() -> None:
     assert_equal_state(net, unsharded(Net))
 
 
-@pytest.mark.parametrize("body", [_different_seeds, _fails_on_one_rank])
+@pytest.mark.parametrize("body", [_different_seeds, _loads_on_one_rank, _fails_on_one_rank])
 def test_ranks_that_differ_raise_together(ranks: Ranks, body: Callable[[], None]) -> None:
     """No rank waits in a collective for one that raised."""
     ranks(2).run(body)
