@@ -311,7 +311,7 @@ def prune(
     if latest is None:
         return []
     steps = [step for step in published_steps(root) if step <= latest]
-    staying = {latest, *steps[-keep_last:]}
+    staying = set(steps[-keep_last:])
     if keep_every is not None:
         staying.update(step for step in steps if step % keep_every == 0)
     leaving = [step for step in steps if step not in staying]
