@@ -73,6 +73,9 @@ def test_the_listed_points_are_those_of_a_save(
     with mock.patch.object(on_disk, "reached", seen.append):
         _retake_step_two(tmp_path, in_background=in_background)
     assert seen == (BACKGROUND_POINTS if in_background else POINTS)
+    # Of what was replaced and retired nothing stays.
+    names = {"iter_0000001", "iter_0000002", on_disk.TRACKER_FILE}
+    assert set(os.listdir(tmp_path)) == names
 
 
 @pytest.mark.parametrize(("point", "in_background"), CRASHES)
@@ -97,7 +100,7 @@ def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(
 
 
 def test_everything_is_durable_before_it_is_published(tmp_path: Path) -> None:
-    """Each file and directory is flushed to the disk before the rename that makes it count."""
+    """Each file and directory is flushed before the rename that makes it count, names after it."""
     flushed: set[int] = set()
     unflushed: dict[str, list[str]] = {}
     flush = os.fsync
@@ -114,14 +117,20 @@ def test_everything_is_durable_before_it_is_published(tmp_path: Path) -> None:
         elif point == "tracker written":
             paths = list(tmp_path.glob(".tmp-latest*"))
             assert len(paths) == 1
+        elif point in ("renamed", "tracker replaced"):
+            # What was flushed of the root before lacks the new name.
+            flushed.discard(tmp_path.stat().st_ino)
+            return
+        elif point in ("root synced", "tracker synced"):
+            paths = [tmp_path]
         else:
             return
         unflushed[point] = [p.name for p in paths if p.stat().st_ino not in flushed]
 
     with mock.patch.object(os, "fsync", recording), mock.patch.object(on_disk, "reached", look):
         save(tmp_path, step=1, model=Toy())
-    assert unflushed == {"temporary directory synced": [], "tracker written": []}
-    assert tmp_path.stat().st_ino in flushed
+    points = ["temporary directory synced", "root synced", "tracker written", "tracker synced"]
+    assert unflushed == {point: [] for point in points}
 
 
 def _crash_at(point: str, root: Path, *, in_background: bool) -> None:
