@@ -75,6 +75,29 @@ def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
         on_disk.find(tmp_path, None)
 
 
+def test_a_step_is_not_looked_for_in_the_directory_of_another(tmp_path: Path) -> None:
+    """Of a checkpoint's own directory another step is not that checkpoint."""
+    own = save(tmp_path, step=3, model=torch.nn.Linear(2, 2))
+    assert on_disk.find(own, None) == own
+    with pytest.raises(CheckpointError, match=r"a checkpoint of step 4, got published steps \[\]"):
+        on_disk.find(own, 4)
+
+
+def test_the_latest_step_can_be_saved_again_where_its_directory_is_gone(tmp_path: Path) -> None:
+    """As where a user has removed it; while it is there, it cannot."""
+    _root_with(tmp_path, [3], 3)
+    with pytest.raises(CheckpointError, match="got step 3"):
+        on_disk.prepare(tmp_path, 3)
+    on_disk.step_directory(tmp_path, 3).rmdir()
+    assert on_disk.prepare(tmp_path, 3).is_dir()
+
+
+@given(st.text(min_size=1))
+def test_a_temporary_name_says_what_it_will_become(name: str) -> None:
+    """Whatever the name: a user may export to any path."""
+    assert on_disk.named_by(on_disk.temporary_name(name)) == name
+
+
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     """The next save removes temporary files and directories; the user's own files stay."""
     _root_with(tmp_path, [3], 3)
