@@ -37,18 +37,17 @@ def odd_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[tuple[R
         shape: Shape of the tensor.
         regions: Its regions; the part of a region that lies outside the tensor is a cell too.
     """
-    covered = [region for region in regions if region.numel]
     bounds = [
         sorted(
             {0, extent}
-            | {region.offsets[dim] for region in covered}
-            | {region.offsets[dim] + region.sizes[dim] for region in covered}
+            | {region.offsets[dim] for region in regions}
+            | {region.offsets[dim] + region.sizes[dim] for region in regions}
         )
         for dim, extent in enumerate(shape)
     ]
     index = [{bound: i for i, bound in enumerate(of_dim)} for of_dim in bounds]
     counts = np.zeros([len(of_dim) - 1 for of_dim in bounds], dtype=np.int32)
-    for region in covered:
+    for region in regions:
         cells = tuple(
             slice(of_dim[start], of_dim[start + size])
             for of_dim, start, size in zip(index, region.offsets, region.sizes, strict=True)
