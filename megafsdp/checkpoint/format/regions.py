@@ -165,12 +165,12 @@ def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
         return [whole(tuple(tensor.shape))] if tensor.numel() else []
     if tensor.device_mesh.get_coordinate() is None:
         return []
-    chunks = [Region(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
+    local, is_partial = local_of(tensor), any(p.is_partial() for p in tensor.placements)
+    # Of partial sums torch lists none, by an error without their name.
+    listed = [] if is_partial else tensor.__create_chunk_list__()
+    chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed]
     regions = [region for region in chunks if region.numel]
-    local = local_of(tensor)
-    if any(p.is_partial() for p in tensor.placements) or local.numel() != sum(
-        region.numel for region in regions
-    ):
+    if is_partial or local.numel() != sum(region.numel for region in regions):
         raise CheckpointError.expected(
             "a DTensor whose local elements are those of its chunks",
             f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.format.regions import (
@@ -18,6 +20,8 @@ from megafsdp.checkpoint.format.regions import (
     local_view,
     odd_cells,
 )
+from megafsdp.errors import CheckpointError
+from tests.ranks import Ranks
 
 _SHAPE = (5, 4, 3)
 
@@ -93,6 +97,25 @@ def test_scalars_and_empty_tensors_have_regions() -> None:
     assert region.intersect(region) == region
     assert local_view(scalar, region)[region.slices_in(region)].item() == 3.0
     assert local_regions("empty", torch.empty(0, 4)) == []
+
+
+def _refused_rank(placement: Placement, numels: tuple[int, int]) -> None:
+    """Ask for the regions of a DTensor of 5 elements, of which each rank has so many."""
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.ones(numels[mesh.get_rank()])
+    tensor = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=torch.Size((5,)), stride=(1,)
+    )
+    with pytest.raises(CheckpointError, match="'weight'"):
+        local_regions("weight", tensor)
+
+
+@pytest.mark.parametrize(("placement", "numels"), [(Partial(), (5, 5)), (Shard(0), (1, 4))])
+def test_elements_that_regions_do_not_describe_are_refused(
+    ranks: Ranks, placement: Placement, numels: tuple[int, int]
+) -> None:
+    """Sums that are not added up yet, and rows that torch takes for equal chunks."""
+    ranks(2).run(_refused_rank, placement, numels)
 
 
 def test_replicas_agree_on_one_writer_and_share_the_bytes() -> None:
