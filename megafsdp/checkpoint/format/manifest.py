@@ -304,7 +304,7 @@ def require_same(manifest: Manifest, directory: Location) -> None:
         with (directory / MANIFEST_FILE).open("rb") as stream:
             stream.seek(-min(len(end) + _MOST_SPACE, stream.seek(0, os.SEEK_END)), os.SEEK_END)
             found = stream.read()
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         found = b""
     if not found.rstrip().endswith(end):
         raise CheckpointError.expected(
