@@ -233,10 +233,10 @@ def _damage(path: Path, kind: str) -> str:
     elif kind == "no JSON":
         (path / "manifest.json").write_text("{")
         return "manifest.json"
-    elif kind == "other format":
-        manifest = path / "manifest.json"
+    elif kind in ("earlier format", "later format"):
+        manifest, other = path / "manifest.json", 1 if kind == "earlier format" else 99
         manifest.write_text(
-            manifest.read_text().replace('"format_version":2', '"format_version":99')
+            manifest.read_text().replace('"format_version":2', f'"format_version":{other}')
         )
         return "format version 2"
     return "__0_0.distcp"
@@ -249,7 +249,8 @@ DAMAGES = [
     "half-written",
     "edited manifest",
     "no JSON",
-    "other format",
+    "earlier format",
+    "later format",
 ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megafsdp.checkpoint.format.manifest import (
     Manifest,
     Record,
     TensorEntry,
+    joining,
     path_of,
     read_manifest,
     section_of,
@@ -58,6 +61,34 @@ def test_a_whole_that_lacks_a_part_is_not_described(tmp_path: Path) -> None:
     path = write_dcp_metadata(_manifest(), tmp_path)
     described = pickle.loads(path.read_bytes()).state_dict_metadata
     assert "model.a" in described and "model.c" not in described
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_whole_is_described_if_its_parts_follow_one_another(
+    tmp_path: Path, num_groups: int
+) -> None:
+    """Torch cannot be told that pieces of the parts take turns: it would read another order."""
+    manifest = _manifest()
+    parts = {"model.c_w": manifest.tensors["model.a"], "model.c_v": manifest.tensors["model.a"]}
+    fused = {"model.c": joining(list(parts), 0, num_groups)}
+    manifest = replace(manifest, tensors=manifest.tensors | parts, fused_into=fused)
+    described = pickle.loads(write_dcp_metadata(manifest, tmp_path).read_bytes())
+    assert "model.c_w" in described.state_dict_metadata
+    assert ("model.c" in described.state_dict_metadata) == (num_groups == 1)
+    if num_groups == 1:
+        whole = described.state_dict_metadata["model.c"]
+        assert tuple(whole.size) == (8, 2)
+        assert [tuple(c.offsets) for c in whole.chunks] == [(0, 0), (3, 0), (4, 0), (7, 0)]
+
+
+def test_a_manifest_of_an_earlier_release_does_not_say_its_order(tmp_path: Path) -> None:
+    """One without the entry is not taken for one in the order of the whole."""
+    path = write_manifest(_manifest(), tmp_path)
+    body = json.loads(path.read_text())
+    del body["crc32"], body["has_whole_order"]
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(body | {"crc32": zlib.crc32(text.encode())}))
+    assert read_manifest(tmp_path) == replace(_manifest(), has_whole_order=False)
 
 
 def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
