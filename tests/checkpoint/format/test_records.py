@@ -6,6 +6,7 @@ import io
 import zipfile
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +68,26 @@ def test_a_large_record_is_what_torch_save_writes(tmp_path: Path, dtype: torch.d
     with RecordReader(tmp_path) as reader:
         reader.verify("small", small)
         assert torch.equal(reader.read_tensor(record), tensor)
+
+
+class _Trickle(io.FileIO):
+    """A file that takes 1,000 bytes at a time, as Linux takes 2 GiB."""
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        return super().write(memoryview(data)[:1000])
+
+
+def test_a_file_that_takes_a_part_of_a_write_gets_the_rest(tmp_path: Path) -> None:
+    """Small and large records are whole on the disk, and the next one lies behind them."""
+    tensors = [torch.randn(200, 10), torch.randn(30, 2500), torch.randn(7)]
+    with mock.patch.object(Path, "open", lambda path, *_, **__: _Trickle(path, "w")):
+        writer = RecordWriter(tmp_path, 0)
+    with writer:
+        records = [writer.append_tensor(tensor) for tensor in tensors]
+    with RecordReader(tmp_path) as reader:
+        for tensor, record in zip(tensors, records, strict=True):
+            reader.verify("weight", record)
+            assert torch.equal(reader.read_tensor(record), tensor)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 100_003])
