@@ -70,6 +70,15 @@ def test_a_large_record_is_what_torch_save_writes(tmp_path: Path, dtype: torch.d
         assert torch.equal(reader.read_tensor(record), tensor)
 
 
+def test_what_is_read_in_inference_mode_can_be_written_outside_of_it(tmp_path: Path) -> None:
+    """A load in inference mode gives back tensors like any other."""
+    with RecordWriter(tmp_path, 0) as writer:
+        record = writer.append_tensor(torch.arange(3))
+    with RecordReader(tmp_path) as reader, torch.inference_mode():
+        read = reader.read_tensor(record)
+    assert torch.equal(read.add_(1), torch.tensor([1, 2, 3]))
+
+
 class _Trickle(io.FileIO):
     """A file that takes 1,000 bytes at a time, as Linux takes 2 GiB."""
 
