@@ -388,16 +388,22 @@ def test_a_rank_without_random_states_stops_all(ranks: Ranks, tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
-def _save_different_models(root: Path) -> str:
-    model = nn.Linear(2, 2 + dist.get_rank())
+def _save_different_models(root: Path, differs_in: str) -> str:
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2 + rank) if differs_in == "shape" else nn.Linear(2, 2)
+    if differs_in == "dtype":
+        model.to((torch.float32, torch.bfloat16)[rank])
     with pytest.raises(CheckpointError) as caught:
         save(root, step=1, model=model)
     return str(caught.value)
 
 
-def test_ranks_with_different_models_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """Ranks that disagree on names or shapes publish nothing."""
-    for message in ranks(2).run(_save_different_models, tmp_path):
+@pytest.mark.parametrize("differs_in", ["shape", "dtype"])
+def test_ranks_with_different_models_are_refused(
+    ranks: Ranks, tmp_path: Path, differs_in: str
+) -> None:
+    """Ranks that disagree on names, shapes or dtypes publish nothing."""
+    for message in ranks(2).run(_save_different_models, tmp_path, differs_in):
         assert "others on ranks [1]" in message
 
 

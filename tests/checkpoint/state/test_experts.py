@@ -313,6 +313,28 @@ def test_states_that_are_no_tensors_follow_their_expert(ranks: Ranks, tmp_path: 
             assert f"optimizer.state.experts.{expert}.{part}.note" in objects
 
 
+def _of_two_names(layer: Layer) -> nn.ModuleDict:
+    return nn.ModuleDict({"first": layer, "second": layer})
+
+
+def _save_of_two_names(root: Path) -> None:
+    first = 2 * dist.get_rank()
+    save(root, step=2, model=_of_two_names(_filled(Layer(first, 2), first, 1)))
+
+
+def test_experts_have_both_names_of_their_layer(ranks: Ranks, tmp_path: Path) -> None:
+    """Whichever rank has them: one process finds all of them under either name."""
+    ranks(2).run(_save_of_two_names, tmp_path)
+    aliases = read_manifest(tmp_path / "iter_0000002").aliases
+    for expert in range(TOTAL):
+        weight = f"experts.{expert}.fc2.weight"
+        assert aliases[f"model.second.{weight}"] == f"model.first.{weight}"
+    layer = Layer(0, TOTAL)
+    load(tmp_path, model=_of_two_names(layer))
+    wanted = _full_values(1)
+    assert all(torch.equal(p, wanted[name]) for name, p in layer.named_parameters())
+
+
 def _save_undeclared(root: Path) -> str:
     rank = dist.get_rank()
     layer = _filled(Layer(rank % 2 * 2, 2), rank % 2 * 2, 0)
