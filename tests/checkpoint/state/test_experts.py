@@ -335,17 +335,20 @@ def test_experts_have_both_names_of_their_layer(ranks: Ranks, tmp_path: Path) ->
     assert all(torch.equal(p, wanted[name]) for name, p in layer.named_parameters())
 
 
-def _save_undeclared(root: Path) -> str:
-    rank = dist.get_rank()
-    layer = _filled(Layer(rank % 2 * 2, 2), rank % 2 * 2, 0)
+def _save_undeclared(root: Path, firsts: tuple[int, ...]) -> str:
+    first = firsts[dist.get_rank()]
+    layer = _filled(Layer(first, 2), first, 0)
     with pytest.raises(CheckpointError) as caught:
         save(root, step=2, model=layer)
     return str(caught.value)
 
 
-def test_undeclared_replicas_of_plain_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks that both declare the same experts must declare all ranks that have them."""
-    for message in ranks(4).run(_save_undeclared, tmp_path):
+@pytest.mark.parametrize("firsts", [(0, 2, 0, 2), (0, 0), (0, 1)], ids=str)
+def test_undeclared_replicas_of_plain_experts_are_refused(
+    ranks: Ranks, tmp_path: Path, firsts: tuple[int, ...]
+) -> None:
+    """Ranks that declare the same experts must say so, where others are left out instead too."""
+    for message in ranks(len(firsts)).run(_save_undeclared, tmp_path, firsts):
         assert "ExpertRange" in message and "stacked.up_w" in message
 
 
