@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megafsdp import load_full_state_dict
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.checkpoint import (
     PendingSave,
     async_save,
@@ -430,7 +431,10 @@ def _fail(root: Path, observers: tuple[int, ...]) -> list[str]:
         wait_for_saves()
         assert pending.done()
     messages = [*observed, _refusal(lambda: save(root, step=3, model=model))]
-    save(root, step=4, model=model)
+    with record_collectives() as record:
+        save(root, step=4, model=model)
+    # Ranks that all know of the failure ask no more.
+    assert not record.calls["all_gather_objects"]
     load(root, step=1, model=model)
     return messages
 

@@ -237,10 +237,14 @@ class BackgroundSaves:
         Raises:
             CheckpointError: It failed, and on some rank no call has raised the failure yet.
         """
-        if self._last is None or not self._last.has_failed():
+        last = self._last
+        if last is None or not last.has_failed():
             return
-        if any(agree(self._last.unobserved_error() is not None, None)):
-            self._last.result()
+        is_unknown = any(agree(last.unobserved_error() is not None, None))
+        # Every rank knows of it from here on: later saves need not ask again.
+        self._last = None
+        if is_unknown:
+            last.result()
 
     def require_idle(self, step: int) -> int:
         """Return the step if no save is in flight; rank 0 decides, as its save ends last.
