@@ -244,29 +244,50 @@ def test_replicas_of_experts_are_written_once(
 
 def _load_damaged(roots: list[Path]) -> list[str]:
     layer = _build(2, 1, is_sharded=True)
-    messages = []
+    optimizer, messages = _adam(layer), []
     for root in roots:
         with pytest.raises(CheckpointError) as caught:
-            load(root, model=layer)
+            load(root, model=layer, optimizer=optimizer)
         messages.append(str(caught.value))
     return messages
 
 
-def test_damage_of_any_expert_is_found_by_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["", ".exp_avg"])
+def test_damage_of_any_expert_is_found_by_all_ranks(
+    ranks: Ranks, tmp_path: Path, state: str
+) -> None:
     """No record escapes the checksums, though the groups of ranks read different ones."""
     ranks(4).run(_save_trained, tmp_path / "sound", 2, True)
     roots = [tmp_path / str(expert) for expert in range(TOTAL)]
     for expert, root in enumerate(roots):
         shutil.copytree(tmp_path / "sound", root)
-        path = root / "iter_0000002"
-        record = read_manifest(path).tensors[f"model.experts.{expert}.fc2.weight"].chunks[-1].record
+        path, section = root / "iter_0000002", "optimizer.state" if state else "model"
+        key = f"{section}.experts.{expert}.fc2.weight{state}"
+        record = read_manifest(path).tensors[key].chunks[-1].record
         data = path / record.file
         content = bytearray(data.read_bytes())
         content[record.offset + record.nbytes // 2] ^= 1
         data.write_bytes(content)
     for messages in ranks(4).run(_load_damaged, roots):
         for expert, message in enumerate(messages):
-            assert f"experts.{expert}.fc2.weight" in message
+            assert f"experts.{expert}.fc2.weight{state}" in message
+
+
+def _save_of_any_order(root: Path) -> None:
+    """Name the two ranks that have the same experts in another order on each of them."""
+    rank = dist.get_rank()
+    first = 2 * (rank % 2)
+    layer = Layer(first, 2, ranks=(rank, (rank + 2) % 4))
+    save(root, step=2, model=_filled(layer, first, 1))
+
+
+def test_ranks_of_the_same_experts_are_declared_in_any_order(ranks: Ranks, tmp_path: Path) -> None:
+    """They agree on who writes what."""
+    ranks(4).run(_save_of_any_order, tmp_path)
+    layer = Layer(0, TOTAL)
+    load(tmp_path, model=layer)
+    wanted = _full_values(1)
+    assert all(torch.equal(p, wanted[name]) for name, p in layer.named_parameters())
 
 
 def _load_fewer(root: Path) -> list[str]:
