@@ -129,6 +129,37 @@ def test_a_nonfinite_norm_is_seen_by_all_ranks(ranks: Ranks, norm_type: float) -
     assert all(math.isnan(norm) for norm in ranks(2).run(_nonfinite, norm_type))
 
 
+def _clips_after_a_nan() -> float:
+    net = shard(Net())
+    net(*mine(batches(1)[0])).backward()
+    net.blocks[0].up.weight.grad.fill_(math.nan)
+    clip_grad_norm_(net, 1.0)
+    for parameter in net.parameters():
+        parameter.grad.fill_(0.5)
+    return clip_grad_norm_(net, math.inf).item()
+
+
+def test_nothing_of_a_nan_stays_where_gradients_are_mended(ranks: Ranks) -> None:
+    """The gaps between gradients have been multiplied by it too, and are read with them."""
+    wanted = 0.5 * math.sqrt(sum(parameter.numel() for parameter in Net().parameters()))
+    assert ranks(3).run(_clips_after_a_nan) == [pytest.approx(wanted, rel=1e-6)] * 3
+
+
+def _clips_twice_given() -> None:
+    reference, net = pair()
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    net(*mine(batch)).backward()
+    wanted = nn.utils.clip_grad_norm_([*reference.parameters()] * 2, 0.01)
+    norm = clip_grad_norm_([*net.parameters()] * 2, 0.01)
+    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+
+
+def test_a_gradient_that_is_given_twice_counts_twice(ranks: Ranks) -> None:
+    """As torch counts it."""
+    ranks(2).run(_clips_twice_given)
+
+
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
 def test_a_norm_needs_a_positive_order(norm_type: float) -> None:
     """Gradients stay as they are."""
