@@ -461,3 +461,26 @@ def test_a_state_named_as_a_scalar_is_sharded_as_its_parameter(
 ) -> None:
     """Where it has the parameter's shape, ``mu``, ``eta`` and ``step`` are states like others."""
     assert ranks(2).run(_resume_momentum, tmp_path) == [[]] * 2
+
+
+def _resume_scalar(root: Path) -> list[str]:
+    models = [fully_shard(_model(salt)) for salt in (0, 1)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+
+    def step(index: int) -> None:
+        for parameter in models[index].parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizers[index].step()
+
+    step(0)
+    save(root, step=1, model=models[0], optimizer=optimizers[0])
+    load(root, model=models[1], optimizer=optimizers[1])
+    assert isinstance(optimizers[1].state[models[1].scalar]["exp_avg"], DTensor)
+    for index in (0, 1):
+        step(index)
+    return differences(*(full_state(*pair) for pair in zip(models, optimizers, strict=True)))
+
+
+def test_moments_of_a_scalar_are_like_it(ranks: Ranks, tmp_path: Path) -> None:
+    """Only counts of steps and the like are plain beside a sharded parameter."""
+    assert ranks(2).run(_resume_scalar, tmp_path) == [[]] * 2
