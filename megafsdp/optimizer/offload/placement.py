@@ -47,9 +47,6 @@ def first_offloaded(movable_numels: Sequence[int], other_numel: int, fraction: f
         other_numel: Elements that stay on the device whatever the fraction.
         fraction: The part of all elements to offload.
     """
-    # 1.0 means all that can move, however much must stay on the device.
-    if fraction == 1.0:
-        return 0
     return max(num_kept_on_device([other_numel, *movable_numels], fraction) - 1, 0)
 
 
