@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megafsdp.checkpoint import save
 from megafsdp.checkpoint.format import save_root as on_disk
+from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.errors import CheckpointError
 
 
@@ -90,6 +91,21 @@ def test_the_latest_step_can_be_saved_again_where_its_directory_is_gone(tmp_path
         on_disk.prepare(tmp_path, 3)
     on_disk.step_directory(tmp_path, 3).rmdir()
     assert on_disk.prepare(tmp_path, 3).is_dir()
+
+
+def test_the_tracker_goes_before_the_checkpoints(tmp_path: Path) -> None:
+    """A removal that ends in between leaves no half-removed checkpoint as the latest one."""
+    _root_with(tmp_path, [1, 2], 2)
+    latest: list[int | None] = []
+    remove = on_disk.retire
+
+    def seen(path: Path) -> bool:
+        latest.append(on_disk.latest_step(tmp_path))
+        return remove(path)
+
+    with mock.patch.object(on_disk, "retire", seen):
+        saves_to(tmp_path).clear()
+    assert latest == [None, None] and list(tmp_path.iterdir()) == []
 
 
 @given(st.text(min_size=1))
