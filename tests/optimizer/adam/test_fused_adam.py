@@ -429,6 +429,45 @@ def test_plain_parameters_of_any_shape_and_layout_match_torch(adam_w_mode: bool)
         )
 
 
+class _Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x).square().sum() + 3 * self.right(x).sum()
+
+
+def _swaps_gradients() -> None:
+    found = []
+    for is_sharded in (False, True):
+        net = _Twins()
+        if is_sharded:
+            fully_shard(net)
+        kind = FusedAdam if is_sharded else torch.optim.AdamW
+        optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.0)
+        for step in range(3):
+            net(torch.ones(2, 6)).backward()
+            if step == 1:
+                for own, other in zip(net.left.parameters(), net.right.parameters(), strict=True):
+                    own.grad, other.grad = other.grad, own.grad
+            if step == 2:
+                # As a user may, between steps: a tensor of its own in the place of the state.
+                state = optimizer.state[net.left.weight]
+                state["exp_avg"] = torch.ones_like(net.left.weight).detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([full_tensor(parameter.detach()) for parameter in net.parameters()])
+    for own, wanted in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
+def test_gradients_that_were_swapped_and_states_that_were_replaced_count(ranks: Ranks) -> None:
+    """A step reads what parameters and states have, wherever it lies in flat buffers."""
+    ranks(2).run(_swaps_gradients)
+
+
 def test_unused_parameters_keep_their_step_count() -> None:
     """A parameter without a gradient is left alone, and catches up by its own count."""
     a, b = (nn.Parameter(torch.ones(40, 4)) for _ in range(2))
