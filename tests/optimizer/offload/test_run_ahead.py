@@ -32,6 +32,7 @@ from tests.optimizer.offload.hybrid_runs import (
     HeldTarget,
     assert_same,
     backward,
+    go_on,
     local_bits,
     make_net,
     make_optimizer,
@@ -338,6 +339,25 @@ def test_loss_scales_and_overflows_change_no_bit(ranks: Ranks, unscales: bool) -
     for counts in ranks(2).run(_scaled_runs_agree, unscales):
         # The first scale is not known beforehand, later ones are until they move.
         assert (counts.committed > 0) == (counts.replayed > 0) == (not unscales)
+
+
+def _gaps_after_right_guesses() -> int:
+    """Return how many elements of the main weights are gaps."""
+    case = Case(1.0, max_grad_norm=1e3, speculate=True)
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    go_on(net, optimizer, range(3))
+    optimizer.synchronize()
+    assert optimizer.offload_counts.committed
+    gaps = [gap for group in groups_of(net.parameters()) for gap in group.main_weight.gaps]
+    assert not any(gap.any() for gap in gaps)
+    return sum(gap.numel() for gap in gaps)
+
+
+def test_gaps_of_both_slabs_are_zero(ranks: Ranks) -> None:
+    """Steps write runs alone, and sums over flat tensors read all."""
+    assert sum(ranks(3).run(_gaps_after_right_guesses)) > 0
 
 
 def _num_states_after_a_skipped_step() -> tuple[int, int]:
