@@ -320,6 +320,28 @@ class _FewRows(nn.Module):
         return self.second(self.first(x))
 
 
+def _mixed_grads() -> None:
+    found = []
+    for fraction in (None, 1.0):
+        net = make_net(Case())
+        optimizer = make_optimizer(net, Case(fraction))
+        backward(net, 0)
+        older = [parameter.grad for parameter in net.parameters()]
+        optimizer.zero_grad()
+        backward(net, 1)
+        for parameter, grad in list(zip(net.parameters(), older, strict=True))[::2]:
+            assert parameter.grad is not grad
+            parameter.grad = grad
+        optimizer.step()
+        found.append(local_bits(net, optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_gradients_of_two_backwards_are_copied_from_where_they_are(ranks: Ranks) -> None:
+    """A user may have kept some of an older one, which lie in another buffer."""
+    ranks(2).run(_mixed_grads)
+
+
 def _few_rows() -> dict[str, Any]:
     found = []
     for fraction in (None, 1.0):
