@@ -468,6 +468,41 @@ def test_gradients_that_were_swapped_and_states_that_were_replaced_count(ranks: 
     ranks(2).run(_swaps_gradients)
 
 
+class _Maps(nn.Module):
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(num_rows)
+        self.first, self.second = nn.Linear(6, num_rows), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().sum() + self.second(x).square().sum()
+
+
+def _swaps_gradients_of_units() -> None:
+    found = []
+    for is_sharded in (False, True):
+        net = nn.ModuleList([_Maps(3), _Maps(7)])
+        if is_sharded:
+            for unit in net:
+                fully_shard(unit)
+        optimizer = (FusedAdam if is_sharded else torch.optim.AdamW)(net.parameters(), lr=0.1)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        for unit in net:
+            unit(torch.ones(2, 6)).backward()
+        left, right = (unit.second.weight for unit in net)
+        left.grad, right.grad = right.grad, left.grad
+        optimizer.step()
+        found.append([full_tensor(parameter.detach()) for parameter in net.parameters()])
+    for own, wanted in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
+def test_gradients_that_units_have_swapped_count(ranks: Ranks) -> None:
+    """They lie in buffers that are laid out in another way."""
+    ranks(1).run(_swaps_gradients_of_units)
+
+
 def test_unused_parameters_keep_their_step_count() -> None:
     """A parameter without a gradient is left alone, and catches up by its own count."""
     a, b = (nn.Parameter(torch.ones(40, 4)) for _ in range(2))
