@@ -335,6 +335,18 @@ def test_an_option_that_the_optimizer_ignores_is_refused(
     assert name not in ours.param_groups[0]
 
 
+def test_an_option_that_the_saved_optimizer_has_not_is_refused(tmp_path: Path) -> None:
+    """Unless it is off: the maxima that it needs are not stored."""
+    model = _model(0)
+    optimizer = FusedAdam(model.parameters(), weight_decay=0.01)
+    _step(model, optimizer, range(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    load(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    other = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(CheckpointError, match=r"a stored group without \['amsgrad'\]"):
+        load(tmp_path, model=model, optimizer=other)
+
+
 def test_a_neutral_option_that_the_optimizer_ignores_is_left_out(tmp_path: Path) -> None:
     """A group shows what its optimizer computes with."""
     model = _model(0)
