@@ -147,3 +147,24 @@ def test_hooks_of_steps_and_state_dicts_are_called_as_torchs() -> None:
     for name, value in torchs["state"][0].items():
         assert name.endswith(" in double")
         torch.testing.assert_close(packed["state"][0][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_backward_from_before_a_step_is_refused() -> None:
+    """The step changes weights in place, and autograd counts that as any other change."""
+    weight = nn.Parameter(torch.ones(40, 4))
+    loss = weight.square().sum()
+    weight.grad = torch.ones_like(weight)
+    FusedAdam([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_in_fp64_are_rounded_to_fp32() -> None:
+    """Decoupled ones may be of any dtype; the step is that of fp32."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        weight = nn.Parameter(torch.ones(40, 4))
+        weight.decoupled_grad = torch.linspace(-1, 1, 160).view(40, 4).to(dtype)
+        FusedAdam([weight], use_decoupled_grad=True).step()
+        found.append(weight.detach())
+    assert torch.equal(*found) and not torch.equal(found[0], torch.ones(40, 4))
