@@ -75,6 +75,11 @@ def test_limits_drop_a_source_that_ran_out() -> None:
     assert dataset_index.tolist().count(0) == 1
 
 
+def test_shares_are_rounded_up_before_and_after_the_surplus() -> None:
+    """As Megatron does; a dataset of another number of samples is shuffled in another order."""
+    assert samples_per_dataset([1, 2], 1000) == [336, 671]
+
+
 @pytest.mark.parametrize("sample", [-1, 4])
 def test_sample_out_of_range_is_an_index_error(sample: int) -> None:
     """Neither end wraps around."""

@@ -133,6 +133,15 @@ def test_padded_evaluation_sees_every_sample_once(dp_size: int) -> None:
     assert all(not batch.loss_mask.any() and not batch.tokens.any() for batch in masked)
 
 
+@pytest.mark.parametrize(("num_samples", "num_steps"), [(5, 1), (6, 1), (7, 2), (12, 2)])
+def test_a_padded_evaluation_ends_with_the_dataset(num_samples: int, num_steps: int) -> None:
+    """No global batch is padding alone."""
+    dataset = _Numbered(num_samples)
+    (loader,) = _loaders(1, dataset=dataset, batch=6, micro=6, pad_last=True)
+    assert loader.num_steps == num_steps
+    assert (loader.step_batch(6 * (num_steps - 1))[-1].sample_ids >= 0).any()
+
+
 @pytest.mark.parametrize(
     ("consumed", "pad_last"), [(-1, False), (3, False), (8, False), (8, True), (-6, True)]
 )
