@@ -187,3 +187,14 @@ def _measures_originals() -> None:
 def test_originals_are_refused_before_the_collective(ranks: Ranks) -> None:
     """An optimizer made too early would find no gradients, and a norm of zero."""
     ranks(2).run(_measures_originals)
+
+
+def test_a_norm_that_lacks_added_parameters_is_measured_again() -> None:
+    """The step clips by the norm of all that it reads."""
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 12.0])
+    optimizer = FusedAdam([first], max_grad_norm=1.0)
+    assert optimizer.measure_grad_norm() == 5.0
+    optimizer.add_param_group({"params": [second]})
+    optimizer.step()
+    assert optimizer.grad_norm == 13.0
