@@ -27,6 +27,7 @@ from megafsdp.buffer.dtensor.op_rules import YieldingClass
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like, wrapper_as
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
+from megafsdp.mesh.torch_private import set_local
 
 
 class FlatGradient:
@@ -192,10 +193,12 @@ class MainGradient:
             for i, grad in enumerate(grads):
                 if grad is not None and not self._is_published(i, grad):
                     # The user assigned a gradient of their own: the sum adds to it.
+                    self._leave_to_user(i)
                     buffer.tensor(i).copy_(local_tensor(grad).reshape(-1))
                     self._states[i] = _GradState.PUBLISHED
                 elif self._states[i] is _GradState.EMPTY:
                     # The sum adds to all rows: those of a cleared gradient must start from zero.
+                    self._leave_to_user(i)
                     buffer.tensor(i).zero_()
             buffer.zero_gaps()
         return buffer, True
@@ -223,6 +226,7 @@ class MainGradient:
             for i, grad in enumerate(grads):
                 if grad is None:
                     # The whole buffer is stepped: remove what a cleared gradient left in it.
+                    self._leave_to_user(i)
                     buffer.tensor(i).zero_()
         return buffer
 
@@ -279,6 +283,16 @@ class MainGradient:
     def _is_published(self, index: int, grad: torch.Tensor) -> bool:
         reference = self._published[index]
         return reference is not None and reference() is grad
+
+    def _leave_to_user(self, index: int) -> None:
+        """Give a gradient that is no longer ``.grad``, but still referenced, memory of its own."""
+        reference, self._published[index] = self._published[index], None
+        kept: Any = None if reference is None else reference()
+        if kept is not None:
+            set_local(kept, local_tensor(kept).clone())
+            # An optimizer that gets it back must not look for it in the buffer.
+            kept.__class__ = type(_without_buffer(kept))
+            del kept.buffer, kept.index
 
     def _publish(self, index: int) -> None:
         self._show(index)
