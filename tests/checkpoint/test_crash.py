@@ -109,28 +109,33 @@ def test_everything_is_durable_before_it_is_published(tmp_path: Path) -> None:
         flushed.add(os.fstat(descriptor).st_ino)
         flush(descriptor)
 
+    root = tmp_path / "runs" / "lm"
+
     def look(point: str) -> None:
-        if point == "temporary directory synced":
-            (temporary,) = tmp_path.glob(".tmp-iter*")
+        if point == "prepared":
+            # The names of the folders that the save has made.
+            paths = [tmp_path, root.parent]
+        elif point == "temporary directory synced":
+            (temporary,) = root.glob(".tmp-iter*")
             paths = [temporary, *temporary.iterdir()]
             assert len(paths) == 4
         elif point == "tracker written":
-            paths = list(tmp_path.glob(".tmp-latest*"))
+            paths = list(root.glob(".tmp-latest*"))
             assert len(paths) == 1
         elif point in ("renamed", "tracker replaced"):
             # What was flushed of the root before lacks the new name.
-            flushed.discard(tmp_path.stat().st_ino)
+            flushed.discard(root.stat().st_ino)
             return
         elif point in ("root synced", "tracker synced"):
-            paths = [tmp_path]
+            paths = [root]
         else:
             return
         unflushed[point] = [p.name for p in paths if p.stat().st_ino not in flushed]
 
     with mock.patch.object(os, "fsync", recording), mock.patch.object(on_disk, "reached", look):
-        save(tmp_path, step=1, model=Toy())
-    points = ["temporary directory synced", "root synced", "tracker written", "tracker synced"]
-    assert unflushed == {point: [] for point in points}
+        save(root, step=1, model=Toy())
+    points = ["prepared", "temporary directory synced", "root synced", "tracker written"]
+    assert unflushed == {point: [] for point in [*points, "tracker synced"]}
 
 
 def _crash_at(point: str, root: Path, *, in_background: bool) -> None:

@@ -167,7 +167,10 @@ def prepare(root: Path, step: int) -> Path:
             hint="Give another path, or remove the file",
         )
     require_not_latest(root, step)
+    new = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        sync_directory(folder.parent)
     remove_leftovers(root, is_of_saves)
     temporary = temporary_beside(step_directory(root, step))
     temporary.mkdir()
