@@ -18,6 +18,7 @@ ranks with dp_shard 4, tp 2 and ep 4::
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch.distributed as dist
@@ -85,16 +86,17 @@ class ParallelDims:
         """Check each degree by itself.
 
         Raises:
-            ValueError: A degree is neither positive nor, for ``dp_shard``, -1.
+            ValueError: A degree is not a positive whole number nor, for ``dp_shard``, -1.
         """
         for name in (DP_OUTER, DP_SHARD, CP, TP, EP):
             degree = getattr(self, name)
-            if degree < 1 and not (name == DP_SHARD and degree == _FILL):
+            is_filled = name == DP_SHARD and degree == _FILL
+            if not (isinstance(degree, Integral) and int(degree) >= 1) and not is_filled:
                 also = " or -1" if name == DP_SHARD else ""
                 raise ValueError(
                     expected(
-                        f"a positive degree{also}",
-                        degree,
+                        f"a positive whole number{also}",
+                        repr(degree),
                         where=f"mesh axis '{name}' of ParallelDims",
                         hint="Give a number of ranks, 1 for no parallelism of this kind",
                     )

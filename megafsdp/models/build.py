@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from megafsdp.errors import expected
 from megafsdp.models.common import TransformerLayer
 from megafsdp.models.config import Architecture, ModelConfig
 from megafsdp.models.gpt import gpt
@@ -36,7 +37,19 @@ def build_model(config: ModelConfig, *, seed: int | None = None) -> LanguageMode
 
     Returns:
         The model, in training mode.
+
+    Raises:
+        TypeError: ``config`` is not a :class:`ModelConfig`, e.g. the name of a preset.
     """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(
+            expected(
+                "a ModelConfig",
+                repr(config),
+                where="build_model()",
+                hint="Take one of megafsdp.models.presets, such as presets['qwen3-toy']",
+            )
+        )
     construct = _CONSTRUCTORS[config.architecture]
     if seed is None:
         return construct(config)

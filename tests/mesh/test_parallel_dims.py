@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize("axis", ["dp_outer", "cp", "tp", "ep"])
-@pytest.mark.parametrize("degree", [0, -1])
-def test_degrees_must_be_positive(axis: str, degree: int) -> None:
+@pytest.mark.parametrize("degree", [0, -1, "2", 2.0])
+def test_degrees_must_be_positive_whole_numbers(axis: str, degree: Any) -> None:
     """Only dp_shard takes what is left."""
-    with pytest.raises(ValueError, match=f"got {degree}.*'{axis}'"):
+    with pytest.raises(ValueError, match=f"got {degree!r}.*'{axis}'"):
         ParallelDims(**{axis: degree})
 
 

@@ -28,6 +28,12 @@ def test_without_a_seed_the_callers_state_is_drawn_from() -> None:
     assert _equal(build_model(presets["gpt-toy"]), build_model(presets["gpt-toy"], seed=7))
 
 
+def test_the_name_of_a_preset_is_no_config() -> None:
+    """The message says where the config of that name is."""
+    with pytest.raises(TypeError, match=r"got 'gpt-toy'.*megafsdp\.models\.presets"):
+        build_model("gpt-toy")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "preset", ["qwen3-toy", "llama-toy", "gpt-toy", "qwen3-moe-toy", "qwen3-next-toy"]
 )
