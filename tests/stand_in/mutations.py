@@ -74,9 +74,9 @@ _TABLE = {
             "return self._cast.tensor",
         ),
         (
-            "self._wait_for_copy()\n                    # The caller's",
+            "self._wait_for_copy()\n                    # Use several threads",
             ("offload", "parameters, SGD", "COMPUTE_FIRST"),
-            "# The caller's",
+            "# Use several threads",
         ),
         (
             "if self._is_direct:\n            self._wait",
