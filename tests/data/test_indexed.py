@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafsdp.data import IndexedDataset
+from megafsdp.data import IndexedDataset, indexed
 from megafsdp.errors import DataError
 from tests.data.files import write_dataset
 
@@ -136,6 +136,19 @@ def test_data_of_another_length_is_refused(prefix: Path, data: bytes, message: s
     with pytest.raises(DataError, match=message) as caught:
         IndexedDataset(prefix)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_sequences_are_checked_piece_by_piece(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    """A piece of a long index goes on where the one before ended."""
+    monkeypatch.setattr(indexed, "_PIECE_NUM_ROWS", num_rows)
+    assert len(IndexedDataset(prefix)) == 3
+    # The last pointer, one token too far.
+    Path(f"{prefix}.idx").write_bytes(_patched(62, b"\12")(_GOLDEN_INDEX))
+    with pytest.raises(DataError, match="byte pointer 8 of sequence 2, got 10"):
+        IndexedDataset(prefix)
 
 
 def test_index_without_boundaries_is_refused(prefix: Path) -> None:
