@@ -98,9 +98,9 @@ def test_second_preparation_changes_nothing(
     assert prepare(replace(options, force=True)) == first
 
 
-@pytest.mark.parametrize("change", ["seed", "text", "data", "meta"])
+@pytest.mark.parametrize("change", ["seed", "text", "data", "pair", "meta"])
 def test_changed_inputs_or_results_are_prepared_again(options: PrepOptions, change: str) -> None:
-    """Another option, an edited text, a damaged token file or a lost record start over."""
+    """Another option, an edited text, a damaged or other token file or a lost record start over."""
     first = prepare(options)
     if change == "seed":
         options = replace(options, seed=9)
@@ -109,11 +109,15 @@ def test_changed_inputs_or_results_are_prepared_again(options: PrepOptions, chan
     elif change == "data":
         path = Path(options.output, "validation.bin")
         path.write_bytes(path.read_bytes()[:-2])
+    elif change == "pair":
+        for suffix in (".bin", ".idx"):
+            training = Path(options.output, f"train{suffix}")
+            Path(options.output, f"validation{suffix}").write_bytes(training.read_bytes())
     else:
         Path(options.output, "meta.json").write_text('{"version": 1}')
     again = prepare(options)
     assert again.is_fresh
-    assert (again.content_sha256 == first.content_sha256) == (change in ("data", "meta"))
+    assert (again.content_sha256 == first.content_sha256) == (change in ("data", "pair", "meta"))
     assert IndexedDataset(Path(options.output, "validation")).num_tokens == again.validation.tokens
 
 
