@@ -12,6 +12,7 @@ from torch import nn
 
 from megafsdp import full_state_dict
 from megafsdp.models import LanguageModel
+from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training.process.signals import StopRequest
 from megafsdp.training.step.train_step import StepResult, TrainStep
 from tests.ranks import Ranks, RanksError
@@ -26,7 +27,9 @@ from tests.training.step.steps import (
 CPU = torch.device("cpu")
 
 
-def _step(model: nn.Module, *, max_skips: int | None = None) -> TrainStep:
+def _step(
+    model: nn.Module, *, max_skips: int | None = None, scaler: LossScaler | None = None
+) -> TrainStep:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, fused=True)
     return TrainStep(
         model,
@@ -36,6 +39,7 @@ def _step(model: nn.Module, *, max_skips: int | None = None) -> TrainStep:
         skips_nonfinite=max_skips is not None,
         max_skips=max_skips or 0,
         stop=StopRequest(CPU),
+        scaler=scaler,
     )
 
 
@@ -183,6 +187,34 @@ def _skip_then_train() -> tuple[list[int], bool]:
 def test_good_step_ends_a_row_of_skips(ranks: Ranks) -> None:
     """Skips are counted in a row, and no broken gradient is left for the next step."""
     assert ranks(2).run(_skip_then_train) == [([1, 0, 1], True)] * 2
+
+
+def _skips_with_scaler(bad: str, scale: float) -> list[int]:
+    model = sharded_model()
+    rule = ScaleRule(initial_scale=scale, min_scale=1.0, hysteresis=1)
+    step = _step(model, max_skips=9, scaler=LossScaler(rule))
+    if bad == "loss":
+        model.register_forward_hook(lambda module, inputs, loss: loss * math.nan)
+    else:
+        next(iter(model.parameters())).register_post_accumulate_grad_hook(
+            lambda parameter: parameter.grad.fill_(math.inf)
+        )
+    counts = []
+    for k in range(2):
+        step(batches_of(k, dist.get_rank(), dist.get_world_size()))
+        counts.append(step.num_skips_in_a_row)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("bad", "scale", "counts"),
+    [("gradient", 4.0, [0, 0]), ("gradient", 2.0, [0, 1]), ("loss", 4.0, [1, 2])],
+)
+def test_a_step_counts_as_skipped_unless_a_smaller_scale_may_help(
+    ranks: Ranks, bad: str, scale: float, counts: list[int]
+) -> None:
+    """It helps neither a loss that is not finite, nor gradients that overflow at the smallest."""
+    assert ranks(1).run(_skips_with_scaler, bad, scale) == [counts]
 
 
 def _step_with_request() -> bool:
