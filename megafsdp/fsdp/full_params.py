@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megafsdp.buffer.comm.agreement import raise_together
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
@@ -20,10 +21,12 @@ from megafsdp.device.torch_private import sum_of_versions
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
+from megafsdp.fsdp.params.model_parts import model_part_of
 from megafsdp.fsdp.runtime.guards import refuse_replaced, refuse_summoned
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.torch_state import mark_managed
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
+from megafsdp.mesh.model_part import ModelPart
 
 # torch's name for what a module's get_extra_state() returns.
 _EXTRA_STATE = "_extra_state"
@@ -54,10 +57,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         # Names of a tied parameter share one tensor, as in any state dict: savers store it once.
-        key = id(parameters.get(name, value))
-        if key not in full:
-            full[key] = full_tensor(value).detach().clone()
-        return full[key]
+        parameter = parameters.get(name, value)
+        if id(parameter) not in full:
+            full[id(parameter)] = _whole(value, parameter).detach().clone()
+        return full[id(parameter)]
 
     state = model.state_dict()
     return {name: whole(name, value) for name, value in state.items()}
@@ -91,20 +94,51 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     wait_before_load()
     give_memory_to_meta_tensors(model, device_below(model), is_wanted=own.__contains__)
     # Read again: tensors on the meta device were replaced.
-    own = model.state_dict()
+    own, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, tensor in own.items():
-            if _is_extra_state(name):
-                continue
-            if isinstance(tensor, UnevenDTensor):
-                tensor.copy_from_full_(state[name])
-            else:
-                local_tensor(tensor).copy_(state[name])
+            if not _is_extra_state(name):
+                _copy_from_whole(tensor, state[name], parameters.get(name, tensor))
     extra_states = {name: state[name] for name in own if _is_extra_state(name)}
     if extra_states:
         # load_state_dict() finds the module of each, under wrappers too.
         model.load_state_dict(extra_states, strict=False)
     mark_main_weights_changed(model)
+
+
+def _whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor of a state dict, in the unsharded model's order; collective.
+
+    Args:
+        tensor: The tensor.
+        parameter: The parameter whose value it is; the tensor itself if it is a buffer's.
+    """
+    full, part = full_tensor(tensor), _part_of_plain_dtensor(tensor, parameter)
+    if part is None or part.dim is None or len(part.fused_sizes) == 1:
+        return full
+    # torch has joined [gate; up] of one rank after those of another.
+    return part.join(full.chunk(part.num_ranks, part.dim))
+
+
+def _copy_from_whole(tensor: torch.Tensor, whole: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Copy this rank's elements of a whole tensor into one of a state dict; local."""
+    if isinstance(tensor, UnevenDTensor):
+        tensor.copy_from_full_(whole)
+        return
+    part = _part_of_plain_dtensor(tensor, parameter)
+    if part is not None:
+        whole = part.cut(whole)
+    elif isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        whole = local_tensor(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    local_tensor(tensor).copy_(whole)
+
+
+def _part_of_plain_dtensor(tensor: torch.Tensor, parameter: torch.Tensor) -> ModelPart | None:
+    """Return this rank's part of a DTensor over one axis that our units have not cut; else None."""
+    if isinstance(tensor, UnevenDTensor) or not isinstance(parameter, DTensor):
+        return None
+    return model_part_of(parameter) if parameter.device_mesh.ndim == 1 else None
 
 
 def _is_extra_state(name: str) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megafsdp import (
     MixedPrecisionPolicy,
@@ -184,6 +184,30 @@ def _tied() -> None:
 def test_names_of_a_tied_tensor_share_it(ranks: Ranks) -> None:
     """As in a plain state dict, so that savers store it once."""
     ranks(2).run(_tied)
+
+
+def _ignored_on_two_axes() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    wanted = {name: value.clone() for name, value in net.state_dict().items()}
+    for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)]):
+        weight = distribute_tensor(wanted["1.weight"], grid, placements)
+        net[1].weight = nn.Parameter(weight)
+        fully_shard(net[0])
+        found = full_state_dict(net)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        for value in wanted.values():
+            value.mul_(-0.5)
+        load_full_state_dict(net, wanted)
+        found = full_state_dict(net)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+        net.load_state_dict(wanted)
+
+
+def test_dtensors_of_the_user_are_joined_and_cut(ranks: Ranks) -> None:
+    """Parameters that no unit has, on a mesh of two axes."""
+    ranks(4).run(_ignored_on_two_axes)
 
 
 def _mismatch() -> None:

@@ -263,6 +263,29 @@ def test_full_states_and_torchs_files_are_those_of_the_uncut_model(
     ranks(4).run(_full_states, str(tmp_path))
 
 
+def _full_states_beside_units(are_all_ignored: bool) -> None:
+    data, tp = mesh_of(2, 2)
+    model = build(CONFIG)
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    model.set_device_mesh(tp_mesh=tp)
+    ignored = [p for n, p in model.named_parameters() if are_all_ignored or ".mlp." in n]
+    megafsdp.fully_shard(model, mesh=data, ignored_params=ignored)
+    for _ in range(2):
+        found = megafsdp.full_state_dict(model)
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+        for value in wanted.values():
+            value.mul_(-0.5)
+        megafsdp.load_full_state_dict(model, wanted)
+
+
+@pytest.mark.parametrize("are_all_ignored", [False, True])
+def test_full_states_of_parts_that_no_unit_has_are_those_of_the_uncut_model(
+    ranks: Ranks, are_all_ignored: bool
+) -> None:
+    """Columns, rows, gate and up of ``ignored_params`` are joined, and cut again in a load."""
+    ranks(4).run(_full_states_beside_units, are_all_ignored)
+
+
 def _bytes_of_a_rank(name: str, strategy: str) -> None:
     data, tp = mesh_of(2, 2)
     model = build(CONFIGS[name], torch.float32)

@@ -128,10 +128,7 @@ def read_placement(
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     _check_mesh(name, parameter, data_mesh)
     _check_placement(name, parameter)
-    dim, annotation = cut_dim(placement), annotation_of(parameter)
-    # torch cuts DTensors as torch.chunk does; a layer that declares a fused cut made it itself.
-    fused = annotation.fused if dim is not None and annotation.tp_dim == dim else None
-    part = part_of(tuple(parameter.shape), dim, mesh.size(), mesh.get_local_rank(), fused)
+    part, annotation = model_part_of(parameter), annotation_of(parameter)
     _check_local(name, parameter, part)
     is_dtensor = not all(getattr(owner, _COMPUTES_ON_PART, False) for owner in owners)
     return ModelPlacement(
@@ -141,8 +138,17 @@ def read_placement(
         is_dtensor=is_dtensor,
         # With torch's layers each backward decides anew whether the gradient of a replicated
         # parameter is a sum. Ranks cannot agree on that without an exchange, so always sum.
-        is_summed=dim is None and (is_dtensor or annotation.sums_over_tp),
+        is_summed=part.dim is None and (is_dtensor or annotation.sums_over_tp),
     )
+
+
+def model_part_of(parameter: DTensor) -> ModelPart:
+    """Return this rank's part of a DTensor parameter on a mesh of one axis, the model axis."""
+    mesh, annotation = parameter.device_mesh, annotation_of(parameter)
+    dim = cut_dim(parameter.placements[0])
+    # torch cuts DTensors as torch.chunk does; a layer that declares a fused cut made it itself.
+    fused = annotation.fused if dim is not None and annotation.tp_dim == dim else None
+    return part_of(tuple(parameter.shape), dim, mesh.size(), mesh.get_local_rank(), fused)
 
 
 def check_expert(
