@@ -62,7 +62,7 @@ SUB_PACKAGES: dict[str, frozenset[str]] = {
     "optimizer.states": frozenset({"optimizer.kernels"}),
     "optimizer.grads": frozenset({"optimizer.kernels"}),
     "optimizer.adam": frozenset({"optimizer.kernels", "optimizer.states", "optimizer.grads"}),
-    "optimizer.muon": frozenset({"optimizer.states", "optimizer.adam"}),
+    "optimizer.muon": frozenset({"optimizer.states", "optimizer.grads", "optimizer.adam"}),
     "optimizer.offload": frozenset({"optimizer.kernels", "optimizer.states", "optimizer.adam"}),
     "checkpoint": frozenset(
         {"checkpoint.format", "checkpoint.state", "checkpoint.background", "checkpoint.tools"}

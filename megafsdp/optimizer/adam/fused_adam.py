@@ -283,7 +283,8 @@ class FusedAdam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient.
 
-        Collective only with ``max_grad_norm``, unless :meth:`measure_grad_norm` was called before.
+        Collective only with ``max_grad_norm``, unless :meth:`measure_grad_norm` was called before,
+        and if plain DTensors have addends as gradients, as under tensor parallelism alone.
         Under ``torch.compile`` it runs outside of graphs: its kernels are compiled already.
 
         Args:

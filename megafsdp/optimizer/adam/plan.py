@@ -21,7 +21,7 @@ from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.main_gradient import FlatGradient, common_buffer
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.optimizer.adam.checks import check_grad
-from megafsdp.optimizer.grads.norms import grads_of, read_grads
+from megafsdp.optimizer.grads.norms import grads_of, read_grads, summed_grad
 from megafsdp.optimizer.kernels.hyper import AdamHyper
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.store import STATES, StateStore
@@ -79,7 +79,7 @@ def members_by_buffer(
 
 
 def gradients_of(param_groups: list[dict[str, Any]], attribute: str) -> list[torch.Tensor]:
-    """Return an optimizer's gradients, always in the same order, so that norms are too; local."""
+    """Return an optimizer's gradients, always in the same order, so that norms are too."""
     return grads_of((p for group in param_groups for p in group["params"]), attribute)
 
 
@@ -179,7 +179,9 @@ class GroupPlan:
     def find(
         self, states_by_parameter: dict[torch.Tensor, dict[str, Any]], *, attribute: str
     ) -> FoundGrads:
-        """Collect the existing gradients, and give their parameters states; local.
+        """Collect the existing gradients, and give their parameters states.
+
+        Local, but for gradients that :func:`summed_grad` sums.
 
         Args:
             states_by_parameter: The optimizer's ``state``.
@@ -202,6 +204,7 @@ class GroupPlan:
         for parameter in self._others:
             grad = getattr(parameter, attribute, None)
             if grad is not None:
+                grad = summed_grad(parameter, grad, attribute)
                 self._add_single(found, parameter, grad, states_by_parameter[parameter])
         return found
 

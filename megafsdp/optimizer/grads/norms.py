@@ -7,7 +7,7 @@ by bit, and clipping keeps their replicated parameters equal. :class:`GradParts`
 these ranks, in few tensors: if all gradients of a flat buffer exist, the buffer stands for them.
 
 Sums are exact to fp32: squares are added in fp64, other powers in pieces short enough for fp32.
-Gradients are only read here; clip.py scales them.
+Gradients are only read here, after addends have been summed; clip.py scales them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRAD = operator.attrgetter("grad")
 
 
 def grads_of(parameters: Iterable[torch.Tensor], attribute: str = "grad") -> list[torch.Tensor]:
-    """Return the existing gradients of parameters, in order; local.
+    """Return the existing gradients of parameters, in order; local but for :func:`summed_grad`.
 
     A parameter from :func:`megafsdp.local_parameters` yields the gradient of each parameter of its
     group: its own gradient is a plain tensor, which does not show that it is sharded.
@@ -59,9 +59,10 @@ def grads_of(parameters: Iterable[torch.Tensor], attribute: str = "grad") -> lis
         if grad is None:
             continue
         # The parameters of a group are DTensors: a plain tensor with a group is a local parameter.
-        owner = group_of(parameter) if _class_of(parameter) is torch.Tensor else None
+        kind = _class_of(parameter)
+        owner = group_of(parameter) if kind is torch.Tensor else None
         if owner is None:
-            found.append(grad)
+            found.append(summed_grad(parameter, grad, attribute) if kind is DTensor else grad)
         elif attribute == "grad":
             found += [g for p in owner.parameters if (g := p.sharded.grad) is not None]
         else:
@@ -74,6 +75,26 @@ def read_grads(parameters: list[torch.Tensor], attribute: str) -> list[torch.Ten
     if attribute == "grad":
         return list(map(_GRAD, parameters))
     return [getattr(parameter, attribute, None) for parameter in parameters]
+
+
+def summed_grad(
+    parameter: torch.Tensor, grad: torch.Tensor, attribute: str = "grad"
+) -> torch.Tensor:
+    """Return a gradient placed like its parameter; collective if it is placed otherwise.
+
+    In a model that only tensor parallelism has cut, each rank may have an addend of the gradient of
+    a replicated parameter, as of a norm over a part of the sequence. torch's optimizers sum such
+    gradients implicitly; our kernels see only the rank's own elements. The sum replaces the addend,
+    so that it is made once. Gradients of units are summed in backward already.
+    """
+    if _class_of(parameter) is not DTensor or not isinstance(grad, DTensor):
+        return grad
+    assert isinstance(parameter, DTensor), "its class says so"
+    if grad.placements == parameter.placements:
+        return grad
+    summed = grad.redistribute(parameter.device_mesh, parameter.placements)
+    setattr(parameter, attribute, summed)
+    return summed
 
 
 def _rows_of(owner: ParameterGroup, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -316,8 +337,7 @@ def _way_of(grad: DTensor) -> _Way:
                 "gradients that are replicated or sharded, over several axes of a mesh with names",
                 f"placements {grad.placements}",
                 where="the norm of gradients",
-                hint="Use torch.nn.utils.clip_grad_norm_ for these parameters, in torch 2.11 with "
-                "foreach=False: it scales lists of partial sums wrongly",
+                hint="Give the mesh names, or use torch.nn.utils.clip_grad_norm_ for these",
             )
         )
     return _Way(group_of_axes(mesh, cut), counts=True) if cut else _LOCAL

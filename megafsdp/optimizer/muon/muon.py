@@ -23,6 +23,7 @@ from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.device.torch_private import without_dynamo
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.adam.checks import check_grad
+from megafsdp.optimizer.grads.norms import summed_grad
 from megafsdp.optimizer.muon.checks import check_group, check_options, check_rounds
 from megafsdp.optimizer.muon.exchange import CutMatrix, Round, choose_owners, choose_rounds, pieces
 from megafsdp.optimizer.muon.matrices import (
@@ -213,6 +214,7 @@ class Muon(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     check_grad(parameter, parameter.grad)
+                    summed_grad(parameter, parameter.grad)
         stepped: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             with_grad = [p for p in group["params"] if p.grad is not None]

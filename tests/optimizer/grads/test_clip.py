@@ -259,12 +259,10 @@ def _clips_partial_sums() -> None:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.full((4,), 1.5), mesh, [Partial()])
-    with pytest.raises(NotImplementedError, match=r"torch\.nn\..*with foreach=False"):
-        clip_grad_norm_([parameter], 1.0)
-    nn.utils.clip_grad_norm_([parameter], 1.0, foreach=False)
+    assert clip_grad_norm_([parameter], 1.0) == 6
     torch.testing.assert_close(parameter.grad.full_tensor(), torch.full((4,), 0.5))
 
 
-def test_gradients_that_are_still_to_be_summed_are_left_to_torch(ranks: Ranks) -> None:
-    """Of layers that are cut over tp alone; torch 2.11 scales a list of these wrongly."""
+def test_gradients_that_are_still_to_be_summed_are_summed(ranks: Ranks) -> None:
+    """Norms of layers that are cut over tp alone have an addend on each rank."""
     ranks(2).run(_clips_partial_sums)
