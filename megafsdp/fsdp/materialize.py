@@ -57,7 +57,8 @@ def materialize(
     For any number of ranks the result has the same bits as ``model.to_empty(device=...)`` with ties
     kept, followed by ``model.apply(initialize)``, on an unsharded model with the same random state.
     Memory beside the shards holds at most the full parameters of one unit, and the buffers that
-    gather one of them. Collective: called by all ranks alike, with equal random states.
+    gather one of them. Collective: called by all ranks alike, with equal random states. Only
+    torch's layers draw other numbers into DTensors that no unit has, those of torch's DTensors.
 
     ``initialize`` is called under ``no_grad`` on every module, except where all tensors of the
     module and of those below it in its unit had values before the call. A tensor that had values,

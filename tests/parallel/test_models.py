@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import megafsdp
 from megafsdp.buffer.comm.trace import record_collectives
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
+from megafsdp.checkpoint import load, save
 from megafsdp.device.memory import Category
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import cut_dim
@@ -284,6 +285,45 @@ def test_full_states_of_parts_that_no_unit_has_are_those_of_the_uncut_model(
 ) -> None:
     """Columns, rows, gate and up of ``ignored_params`` are joined, and cut again in a load."""
     ranks(4).run(_full_states_beside_units, are_all_ignored)
+
+
+def _on_meta_beside_units(directory: str) -> None:
+    data, tp = mesh_of(2, 2)
+
+    def sharded_on_meta() -> nn.Module:
+        with torch.device("meta"):
+            model = megafsdp.models.build_model(CONFIG)
+        model.set_device_mesh(tp_mesh=tp)
+        ignored = [p for name, p in model.named_parameters() if ".mlp." in name]
+        megafsdp.fully_shard(model, mesh=data, ignored_params=ignored)
+        with pytest.raises(RuntimeError, match=r"linear_fc1\.weight.* without values"):
+            megafsdp.full_state_dict(model)
+        return model
+
+    def draw(module: nn.Module) -> None:
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+    torch.manual_seed(3)
+    drawn = megafsdp.models.build_model(CONFIG).state_dict()
+    by_materialize, by_hand, by_load, resumed = (sharded_on_meta() for _ in range(4))
+    torch.manual_seed(3)
+    megafsdp.materialize(by_materialize)
+    by_hand.to_empty(device="cpu")
+    torch.manual_seed(3)
+    by_hand.apply(draw)
+    megafsdp.load_full_state_dict(by_load, drawn)
+    save(directory, step=1, model=by_load)
+    load(directory, model=resumed)
+    for model in (by_materialize, by_hand, by_load, resumed):
+        found = megafsdp.full_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in drawn.items())
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def test_parts_that_no_unit_has_get_values_on_meta(ranks: Ranks, tmp_path: Path) -> None:
+    """By materialize(), by hand and by loads, ``ignored_params`` that tp cuts as all others."""
+    ranks(4).run(_on_meta_beside_units, str(tmp_path))
 
 
 def _bytes_of_a_rank(name: str, strategy: str) -> None:

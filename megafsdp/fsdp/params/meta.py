@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten, mark_written
 from megafsdp.device.memory import poison
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.annotation import copy_annotation
+from megafsdp.mesh.torch_private import attributes_of
 
 
 def mark_initialized(
@@ -53,9 +54,9 @@ def uninitialized_names(module: nn.Module) -> list[str]:
 
 
 def _is_without_values(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, DTensor):
+    if group_of(tensor) is not None:
         return is_unwritten(tensor)
-    # torch counts no write through .data, so look at the content of a plain tensor, too.
+    # torch counts no write through .data, so look at the content of other tensors, too.
     return tensor.is_meta or (is_unwritten(tensor) and not is_filled(tensor))
 
 
@@ -132,12 +133,12 @@ class PlainTensor:
 
 
 def find_plain_tensors(model: nn.Module, *, is_meta: bool) -> dict[int, list[PlainTensor]]:
-    """Return the plain tensors below a model, without values or with them, by module id."""
+    """Return the tensors of no unit below a model, without values or with them, by module id."""
     found: dict[int, list[PlainTensor]] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            # DTensors here are sharded parameters, which have memory.
-            if tensor is None or isinstance(tensor, DTensor):
+            # Sharded parameters of units have memory.
+            if tensor is None or group_of(tensor) is not None:
                 continue
             if _is_without_values(tensor) == is_meta:
                 name = f"{prefix}.{attribute}" if prefix else attribute
@@ -177,7 +178,7 @@ def give_memory_as(
         recurse: Whether to include the modules below.
     """
     for parameter in module.parameters(recurse=recurse):
-        if isinstance(parameter, DTensor) and is_unwritten(parameter):
+        if group_of(parameter) is not None and is_unwritten(parameter):
             mark_unwritten(parameter)
     made: dict[int, torch.Tensor] = {}
     for owner, items in find_plain_tensors(module, is_meta=True).items():
@@ -188,7 +189,7 @@ def give_memory_as(
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the attributes that users set on a tensor."""
-    for name, value in vars(source).items():
+    for name, value in attributes_of(source).items():
         # Our own attributes belong to one tensor: its group, and the place of its rows.
         if not name.startswith(("_megafsdp", "_uneven_layout")):
             setattr(target, name, value)
@@ -196,6 +197,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def is_filled(tensor: torch.Tensor) -> bool:
     """Return whether no NaN is left or, if the dtype has no NaN, any byte was written."""
+    tensor = local_tensor(tensor)
     if tensor.numel() == 0:
         return True
     if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -203,16 +205,18 @@ def is_filled(tensor: torch.Tensor) -> bool:
     # Compare bytes: FP8 and integers have no NaN that could mark unwritten elements.
     untouched = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     poison(untouched)
-    as_bytes = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    as_bytes = tensor.reshape(-1).contiguous().view(torch.uint8)
     return not torch.equal(as_bytes, untouched.view(torch.uint8))
 
 
 def _unfilled_like(original: torch.Tensor, device: torch.device) -> torch.Tensor:
     # A tensor made in inference mode could never be trained outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty(original.numel(), dtype=original.dtype, device=device)
+        shape = local_tensor(original).shape
+        made = torch.empty(shape.numel(), dtype=original.dtype, device=device)
         poison(made)
-        made = made.view(original.shape)
+        # The part of a rank of a model axis stays a DTensor.
+        made = wrap_like(original, made.view(shape))
         if isinstance(original, nn.Parameter):
             made = nn.Parameter(made, requires_grad=original.requires_grad)
     copy_attributes(original, made)
