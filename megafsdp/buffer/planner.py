@@ -1,6 +1,6 @@
 """Plan layouts: pack tensors into few sub-buffers with little padding.
 
-Tensors of one row size form a *class*. One sub-buffer for all classes needs shards that are
+Tensors of one row size form a *class*. One sub-buffer for all classes may need shards that are
 multiples of the least common multiple of the row sizes, which pads a lot with many ranks; a
 sub-buffer for each class pads little but takes more collectives. One-dimensional tensors may be cut
 anywhere and fill slack. :func:`plan_layout` states the rule of choice. Planning is deterministic
@@ -39,12 +39,12 @@ def plan_layout(
     """Pack tensors into the fewest sub-buffers whose padding is small.
 
     Candidates are made by merging row classes pair by pair, from one sub-buffer per class down to
-    one for all. Their padding may be at most the largest of 0.1 % of the elements, 8,192 elements,
-    and 1.25 times the least padding of all candidates, and never more than :func:`padding_bound`.
-    Of these candidates the one with the fewest sub-buffers is taken. Then shards are shortened as
-    far as no row is cut. Tensors start 256-byte aligned in the gathered buffer. If that pads more
-    than 0.1 % and a finer alignment pads less, the coarsest alignment, down to 16 bytes, is taken
-    that pads at most 0.1 %, or else the least. Equal input gives an equal layout.
+    one for all, and their shards are shortened as far as no row is cut. Their padding may be at
+    most the largest of 0.1 % of the elements, 8,192 elements, and 1.25 times the least padding of
+    all candidates, and never more than :func:`padding_bound`. Of these candidates the one with the
+    fewest sub-buffers is taken. Tensors start 256-byte aligned in the gathered buffer. If that pads
+    more than 0.1 % and a finer alignment pads less, the coarsest alignment, down to 16 bytes, is
+    taken that pads at most 0.1 %, or else the least. Equal input gives an equal layout.
 
     Args:
         specs: The tensors; if there are several shards, each has at least one dimension and one
@@ -88,8 +88,14 @@ def plan_layout(
 def _plan(specs: tuple[TensorSpec, ...], num_shards: int, itemsize: float) -> FlatLayout:
     numel = sum(spec.numel for spec in specs)
     # Align in the gathered buffer, because kernels and matrix products read its views.
-    steps = [max(int(nbytes / itemsize), 1) for nbytes in _ALIGNMENTS]
-    tried = {step: _Packer(specs, num_shards, step).candidates() for step in dict.fromkeys(steps)}
+    steps = dict.fromkeys(max(int(nbytes / itemsize), 1) for nbytes in _ALIGNMENTS)
+    tried: dict[int, list[_Packed]] = {}
+    for step in steps:
+        tried[step] = _Packer(specs, num_shards, step).candidates()
+        least = min(packed.total(num_shards) for packed in tried[step]) - numel
+        # Finer alignments could then change neither what is accepted nor which one is taken.
+        if max(_SLACK_NUMEL, _LEAST_FACTOR * least) <= _RELATIVE_AIM * numel:
+            break
     # Shards are equal and of whole rows, so even the best candidate may pad more than the aim. Then
     # up to 1.25 times its padding is accepted, if that saves collectives.
     totals = [packed.total(num_shards) - numel for found in tried.values() for packed in found]
@@ -103,10 +109,9 @@ def _plan(specs: tuple[TensorSpec, ...], num_shards: int, itemsize: float) -> Fl
         ordered = sorted(fitting, key=lambda packed: (len(packed.bins), packed.total(num_shards)))
         return ordered[:1]
 
-    chosen = [packed for step in steps for packed in fewest(tried[step])]
+    chosen = [packed for found in tried.values() for packed in fewest(found)]
     # A finer alignment must not cost another collective.
     chosen = [packed for packed in chosen if len(packed.bins) <= len(chosen[0].bins)]
-    chosen = [_Packed([b.tightened(specs) for b in packed.bins]) for packed in chosen]
     least = min(packed.total(num_shards) for packed in chosen)
     aim = max((1 + _RELATIVE_AIM) * numel, least)
     best = next(packed for packed in chosen if packed.total(num_shards) <= aim)
@@ -314,7 +319,7 @@ class _Packer:
                 targets[growths.index(min(growths))].append(i, spec)
         if self.atomic:
             bins.append(_pack_atomic(self.specs, self.atomic, self.num_shards, self.alignment))
-        return _Packed([b for b in bins if b.placed])
+        return _Packed([b.tightened(self.specs) for b in bins if b.placed])
 
 
 def _merge_cheapest(

@@ -287,6 +287,13 @@ def test_row_classes_share_a_buffer_only_where_that_pads_little() -> None:
     assert query.sub_buffer != down.sub_buffer
 
 
+def test_classes_share_a_buffer_if_its_shortened_shards_pad_little() -> None:
+    """A layer of Qwen3-0.6B; shards of 8 ranks need not be multiples of rows of 2048 and 3072."""
+    shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+    layout = plan_layout(_specs([*shapes, (1024,), (1024,), (128,), (128,)]), 8, itemsize=2)
+    assert (len(layout.sub_buffers), layout.padding_numel) == (1, 5888)
+
+
 @pytest.mark.parametrize(
     ("model", "num_shards", "single", "ours"),
     [
