@@ -272,9 +272,14 @@ class _Walk:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Return one group for each mesh below the model, including the ranks of its model axis."""
+        """Return one group for each mesh below the model, including the ranks of its model axis.
+
+        The largest is first: if a rank has an error, all ranks must raise in the same exchange, but
+        experts of this rank's own are on fewer ranks.
+        """
         groups = [group for unit in self.units.values() for group in unit.groups]
-        return list(dict.fromkeys(group.axes.everyone for group in groups))
+        found = dict.fromkeys(group.axes.everyone for group in groups)
+        return sorted(found, key=lambda group: group.size(), reverse=True)
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks for their walks to be the same."""

@@ -35,7 +35,7 @@ from megafsdp import (
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.runtime.unit import units_below
-from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.annotation import ExpertRange, annotate, annotation_of
 from megafsdp.models import ModelConfig, build_model, unit_classes
 from tests.fsdp.toy import Block, Net, batches, mine, shard
 from tests.ranks import Ranks
@@ -404,7 +404,33 @@ def _fails_on_one_rank() -> None:
     assert_equal_state(net, unsharded(Net))
 
 
-@pytest.mark.parametrize("body", [_different_seeds, _loads_on_one_rank, _fails_on_one_rank])
+def _fails_beside_experts_of_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
+    net = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    for parameter in net[0].parameters():
+        annotate(parameter, is_expert=True, experts=ExpertRange(dist.get_rank(), 1, 2))
+    for layer in net:
+        fully_shard(layer, mesh=mesh["all"], expert_mesh=mesh["alone"])
+
+    def fill(module: nn.Module) -> None:
+        initialize(module)
+        if dist.get_rank() == 1:
+            raise KeyError("broken")
+
+    torch.manual_seed(SEED)
+    with pytest.raises((KeyError, RuntimeError), match="broken"):
+        materialize(net, fill)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _different_seeds,
+        _loads_on_one_rank,
+        _fails_on_one_rank,
+        _fails_beside_experts_of_one_rank,
+    ],
+)
 def test_ranks_that_differ_raise_together(ranks: Ranks, body: Callable[[], None]) -> None:
     """No rank waits in a collective for one that raised."""
     ranks(2).run(body)
