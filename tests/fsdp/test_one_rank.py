@@ -242,3 +242,17 @@ def test_one_rank_computes_with_its_main_weight_and_packs_no_gradient(
 def test_one_rank_casts_its_main_weight_once_a_gather(ranks: Ranks) -> None:
     """In forward and in backward, into the full buffer; gradients are not packed either."""
     assert ranks(1).run(_copies, torch.bfloat16, (1,)) == [(2, 0, 2 * 2 * 24 * 40)]
+
+
+def _written_before_backward() -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    loss = net(torch.ones(3, 4)).square().mean()
+    with torch.no_grad():
+        net[2].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autograd_notices_a_write_to_a_main_weight_that_it_has_saved(ranks: Ranks) -> None:
+    """Backward would read the written values, as forward reads the main weight itself."""
+    ranks(1).run(_written_before_backward)
