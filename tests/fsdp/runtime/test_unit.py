@@ -831,8 +831,8 @@ def _explicit_unshard() -> None:
     assert not block._fsdp_unit().is_unsharded
 
 
-def _late_unshard(strategy: str) -> None:
-    reference, net = pair(strategy=strategy)
+def _late_unshard(options: dict[str, object]) -> None:
+    reference, net = pair(**options)
     block, batch = net.blocks[0], batches(1)[0]
     reference(*batch).backward()
     for use in ("backward", "forward", "reshard"):
@@ -843,6 +843,9 @@ def _late_unshard(strategy: str) -> None:
             with torch.set_grad_enabled(use == "backward"):
                 loss = net(*mine(batch))
             if use == "backward":
+                # Also if storage is kept for backward.
+                handle.wait()
+                assert _shown(net) == {"sharded"}, "between forward and backward"
                 loss.backward()
         handle.wait()
         assert _shown(net) == {"sharded"}, use
@@ -937,10 +940,21 @@ def test_a_unit_may_be_driven_in_any_way(ranks: Ranks, body: object) -> None:
     ranks(2).run(body)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
-def test_a_handle_that_is_waited_for_late_shows_nothing(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"strategy": "optim"},
+        {"strategy": "no_shard"},
+    ],
+    ids=str,
+)
+def test_a_handle_that_is_waited_for_late_shows_nothing(
+    ranks: Ranks, options: dict[str, object]
+) -> None:
     """After a forward or backward that used the gather, or a reshard, parameters are sharded."""
-    ranks(2).run(_late_unshard, strategy)
+    ranks(2).run(_late_unshard, options)
 
 
 def _phases_that_follow() -> set[tuple[str, str]]:
