@@ -308,7 +308,7 @@ class FSDPUnit:
         if self._phase is Phase.BACKWARD:
             # If a parameter was replaced since forward, recomputation would give another graph.
             refuse_replaced(self.groups)
-            # Activations are recomputed; the storage may have been freed by reshard().
+            # Activations are recomputed, also if the user keeps backward from gathering the unit.
             context.start_unshard(self)
             self.finish_unshard()
             return args, kwargs

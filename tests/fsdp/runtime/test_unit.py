@@ -908,6 +908,33 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
     assert order[order.index("blocks.0") + 1] == "blocks.2"
 
 
+class Recomputing(nn.Sequential):
+    """An embedding, a block that is recomputed, another block, and a head."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the logits."""
+        x = checkpoint(self[1], self[0](tokens), use_reentrant=False)
+        return self[3](self[2](x)).square().mean()
+
+
+def _no_gather_in_backward() -> None:
+    torch.manual_seed(0)
+    reference = Recomputing(nn.Embedding(37, 12), Block(), Block(), nn.Linear(12, 3))
+    net = copy.deepcopy(reference)
+    for module in (net[0], net[1], net[2], net):
+        fully_shard(module)
+    for module in (net[0], net[1]):
+        module.set_unshard_in_backward(False)
+    tokens = torch.arange(6 * dist.get_world_size()).view(-1, 6)
+    for _ in range(2):
+        reference(tokens).backward()
+        with record_collectives() as record:
+            net(tokens[dist.get_rank()]).backward()
+        assert_same_grads(net, reference)
+    gathered = [label for kind, label in record.events if kind == "all_gather"]
+    assert gathered == ["Recomputing", "0", "1", "2", "1"], "recomputation gathers by itself"
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -932,6 +959,7 @@ def test_the_user_may_choose_what_is_prefetched(ranks: Ranks) -> None:
         _root_without_parameters,
         _backward_inside_of_a_forward,
         _explicit_unshard,
+        _no_gather_in_backward,
         _unshard_without_use,
     ],
 )
