@@ -249,6 +249,22 @@ def test_summoned_parameters_are_full_and_forwards_gather_nothing(ranks: Ranks) 
     ranks(2).run(_summon)
 
 
+def _summon_slices() -> None:
+    reference, net = pair(reshard_after_forward=2)
+    batch = batches(1)[0]
+    reference(*batch).backward()
+    with summon_full_params(net):
+        loss = net(*mine(batch))
+        assert torch.equal(net.blocks[0].up.weight, reference.blocks[0].up.weight)
+        loss.backward()
+    assert_same_grads(net, reference)
+
+
+def test_summoned_parameters_stay_where_forward_would_keep_a_slice(ranks: Ranks) -> None:
+    """A training forward inside the context frees nothing."""
+    ranks(4).run(_summon_slices)
+
+
 def _writes_within(strategy: str, param_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     _, net = pair(strategy=strategy, mp_policy=policy)

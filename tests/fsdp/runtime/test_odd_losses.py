@@ -165,13 +165,10 @@ class _KeepsAFeature(_Layers):
         return features[0].square().mean()
 
 
-def _shard_layers(net: _Layers, strategy: str, *, is_joined: bool = False) -> _Layers:
-    if is_joined:
-        fully_shard([net.first, net.last], strategy=strategy)
-    else:
-        fully_shard(net.first, strategy=strategy)
-    fully_shard(net.middle, strategy=strategy)
-    return fully_shard(net, strategy=strategy)
+def _shard_layers(net: _Layers, *, is_joined: bool = False, **options: object) -> _Layers:
+    fully_shard([net.first, net.last] if is_joined else net.first, **options)
+    fully_shard(net.middle, **options)
+    return fully_shard(net, **options)
 
 
 def _inputs(step: int) -> list[torch.Tensor]:
@@ -180,10 +177,17 @@ def _inputs(step: int) -> list[torch.Tensor]:
 
 
 def _matches(
-    kind: type[_Layers], loss_of: Callable[..., Any], strategy: str, is_joined: bool
+    kind: type[_Layers],
+    loss_of: Callable[..., Any],
+    strategy: str,
+    is_joined: bool,
+    num_neighbours: int | None = None,
 ) -> None:
     reference = kind()
-    net = _shard_layers(copy.deepcopy(reference), strategy, is_joined=is_joined)
+    options = {"strategy": strategy, "reshard_after_forward": num_neighbours}
+    net = _shard_layers(copy.deepcopy(reference), is_joined=is_joined, **options)
+    groups = [group for unit in units_below([net]).values() for group in unit.groups]
+    num_hooks = []
     for step in range(2):
         inputs = _inputs(step)
         for x in inputs:
@@ -191,9 +195,11 @@ def _matches(
         loss_of(net, inputs[dist.get_rank()], 1.0)
         assert_same_grads(net, reference)
         assert not any(unit.is_at_work for unit in units_below([net]).values())
+        num_hooks.append(sum(num_gradient_hooks(p.unsharded) for g in groups for p in g.parameters))
         net.state_dict()
         net.zero_grad()
         reference.zero_grad()
+    assert num_hooks[0] == num_hooks[1], "hooks on parameters go with the backward"
 
 
 def _of_loss(model: nn.Module, x: torch.Tensor, scale: float) -> None:
@@ -245,6 +251,12 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
 
 
+def test_units_that_no_output_shows_are_not_cut_into_slices(ranks: Ranks) -> None:
+    """Nothing would tell when to gather them again."""
+    way = (_HidesAllOutputs, _of_object, "optim_grads_params", False)
+    ranks(4).run(_matches, *way, 2)
+
+
 def _frozen_and_hidden() -> None:
     reference = _HidesItsOutput().requires_grad_(False)
     net = fully_shard(copy.deepcopy(reference))
@@ -262,7 +274,7 @@ def test_frozen_weights_are_freed_after_a_backward_that_no_output_has_begun(rank
 
 def _lends_without_a_graph(strategy: str) -> None:
     reference = _UsesWhatAnInnerUnitReturns()
-    net = _shard_layers(copy.deepcopy(reference), strategy)
+    net = _shard_layers(copy.deepcopy(reference), strategy=strategy)
     x = _inputs(0)[0]
     with torch.no_grad():
         assert torch.equal(net(x), reference(x))
