@@ -448,13 +448,16 @@ def _other_method() -> None:
     net.score(x).backward()
     grad = net.up.weight.grad
     torch.testing.assert_close(full_tensor(grad), reference.up.weight.grad)
+    with pytest.raises(TypeError):
+        net.score("no tensor")
+    assert net._fsdp_unit().is_resting
     assert isinstance(net.up.weight, UnevenDTensor)
     with pytest.raises(ValueError, match="'rate'"):
         register_fsdp_forward_method(net, "rate")
 
 
 def test_another_method_may_run_as_forward(ranks: Ranks) -> None:
-    """A registered method sees gathered parameters and gives gradients."""
+    """A registered method sees gathered parameters and gives gradients; it may raise."""
     ranks(2).run(_other_method)
 
 

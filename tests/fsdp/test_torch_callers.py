@@ -275,7 +275,8 @@ class Pooled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the features by a scale."""
-        return self.features(x) * self.scale
+        # A method takes inputs as the forward does, and casts them.
+        return self.features(x.float()) * self.scale
 
 
 def _method_within_forward(register: Callable[[nn.Module, str], None], strategy: str) -> None:
