@@ -385,6 +385,11 @@ def _host_to_device() -> None:
         assert moved.is_meta and items.is_meta and text == "text"
         assert named["mask"]["rows"].is_meta and named["packed"].data.is_meta
         assert named["packed"].batch_sizes.device.type == "cpu"
+    # A root of no parameters has the device of the units below it.
+    bare = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta")), mesh=mesh)
+    bare = fully_shard(nn.Sequential(bare), mesh=mesh)
+    with torch.no_grad():
+        assert bare(x).is_meta
     # Inner units take what the model gives them: one that runs under a root moves nothing.
     context = net._fsdp_unit().require_context()
     inner = net.block._fsdp_unit()
