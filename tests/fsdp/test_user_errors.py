@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -325,9 +326,11 @@ def _after_an_interrupt() -> None:
     net.error = KeyboardInterrupt
     optimizers = [adamw(reference), adamw(net)]
     units = [m._fsdp_unit() for m in (net, net.first, net.second)]
-    for is_reset in (False, True):
+    # The last: without a sync, sums of the first backward wait for the next one.
+    for is_reset, is_synced in ((False, True), (True, True), (False, False)):
         reference(x).backward()
-        net(x[dist.get_rank()]).backward()
+        with contextlib.nullcontext() if is_synced else net.no_sync():
+            net(x[dist.get_rank()]).backward()
         net.fails = True
         with pytest.raises(KeyboardInterrupt):
             net(x[dist.get_rank()])
@@ -336,13 +339,16 @@ def _after_an_interrupt() -> None:
             net.reset_iter_state()
             assert not any(u.is_unsharded or u.is_at_work for u in units)
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            if is_synced:
+                optimizer.step()
+                optimizer.zero_grad()
         reference(x).backward()
         net(x[dist.get_rank()]).backward()
         assert_same_grads(net, reference)
         assert _shown(net) == {"sharded"}
         assert not any(u.is_unsharded or u.is_at_work for u in units)
+        reference.zero_grad()
+        net.zero_grad()
 
 
 def test_an_interrupted_forward_may_be_retried(ranks: Ranks) -> None:
