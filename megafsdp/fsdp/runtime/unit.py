@@ -443,7 +443,7 @@ class FSDPUnit:
                 neighbours = self.require_context().extra_groups.neighbours(group.axes, size)
                 group.compute_weight.release_to_slice(neighbours)
             # With one neighbour (this rank alone) the storage stays as it is.
-            if size > 1 and self._phase is Phase.RESTING:
+            if size > 1:
                 group.release()
 
     def end_partial_forward(self) -> None:
