@@ -15,7 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from megafsdp import FusedAdam, MixedPrecisionPolicy, full_state_dict, full_tensor, fully_shard
+from megafsdp import (
+    FusedAdam,
+    MixedPrecisionPolicy,
+    full_state_dict,
+    full_tensor,
+    fully_shard,
+    load_full_state_dict,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint import load, save
@@ -132,6 +139,34 @@ def _written_and_cast_agree(strategy: str) -> None:
     )
     assert gathers == wanted_gathers
     assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
+
+
+def _casts_that_are_out_of_date(strategy: str) -> None:
+    net, other = (shard(Net(seed=seed), mp_policy=BF16, **_options(strategy)) for seed in (0, 1))
+    optimizer, batch = _fused(net), mine(batches(1)[0])
+
+    def assert_forward_reads_main_weights() -> None:
+        load_full_state_dict(other, full_state_dict(net))
+        with torch.no_grad():
+            assert torch.equal(net(*batch), other(*batch))
+
+    net(*batch).backward()
+    optimizer.step()
+    net.blocks[0].unshard(async_op=True)
+    optimizer.step()
+    assert_forward_reads_main_weights()
+    optimizer.step()
+    load_full_state_dict(net, {name: 2 * value for name, value in full_state_dict(net).items()})
+    assert_forward_reads_main_weights()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_casts_that_a_step_has_written_give_way_to_later_changes(
+    ranks: Ranks, strategy: str
+) -> None:
+    """To those of a step while an earlier cast is on its way, and to those of a load."""
+    ranks(2).run(_casts_that_are_out_of_date, strategy)
 
 
 def _without_copy_out(strategy: str) -> tuple[list[torch.Tensor], list[int]]:
