@@ -152,6 +152,22 @@ def test_pieces_are_the_sub_buffers_in_order() -> None:
         assert buffer.pieces()[-1].data_ptr() > buffer.flat.data_ptr()
 
 
+def test_views_after_an_exchange_lie_in_the_new_memory() -> None:
+    """Views that were made before stay on the memory that they had."""
+    layout = _layout(2)
+    for residence in (Residence.SHARD, Residence.REPLICATE):
+        buffers = [_buffer(layout, residence) for _ in range(2)]
+
+        def views(buffer: DBuffer) -> list[torch.Tensor]:
+            is_shard = buffer.residence is Residence.SHARD
+            return [*buffer.pieces(), *buffer.gaps, *([] if is_shard else buffer.full_views())]
+
+        before = [[view.data_ptr() for view in views(buffer)] for buffer in buffers]
+        buffers[0].exchange(buffers[1])
+        after = [[view.data_ptr() for view in views(buffer)] for buffer in buffers]
+        assert after == before[::-1] != before
+
+
 def test_a_shard_has_no_full_views() -> None:
     """Asking for one is our mistake."""
     with pytest.raises(AssertionError, match="no full views"):
