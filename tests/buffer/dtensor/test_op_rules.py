@@ -112,6 +112,7 @@ MIXED: dict[str, Operation] = {
     "full": lambda a, other, full: a + full,
     "full first": lambda a, other, full: full * a,
     "row": lambda a, other, full: a + full[0],
+    "cut by torch": lambda a, other, full: a + distribute_tensor(full, a.device_mesh, [Shard(0)]),
     "other cuts": lambda a, other, full: a + other,
     "other cuts in place": lambda a, other, full: a.copy_(other),
     "full in place": lambda a, other, full: a.copy_(full),

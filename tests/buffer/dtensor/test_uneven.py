@@ -298,6 +298,8 @@ def _on_two_axes() -> None:
     assert tensor.placements == (Replicate(), Shard(0))
     assert tensor.local.shape[0] == (7, 3)[mesh.get_local_rank("dp_shard")]
     assert torch.equal(tensor.full_tensor(), full)
+    with pytest.raises(NotImplementedError, match="Replicate"):
+        tensor.redistribute(placements=[Shard(0), Replicate()])
     replicated = tensor.redistribute(placements=[Replicate(), Replicate()])
     assert torch.equal(replicated.to_local(), full)
     torch.testing.assert_close(tensor.norm().full_tensor(), full.norm())
