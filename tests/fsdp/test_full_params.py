@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -29,6 +31,7 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.mesh.annotation import ExpertRange, annotate
 from tests.fsdp.toy import (
     Net,
     assert_same_grads,
@@ -306,9 +309,23 @@ def _raises_within() -> None:
     assert all(hasattr(p, "local") for p in net.parameters())
 
 
+def _raises_beside_experts() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in net[0].parameters():
+        annotate(parameter, is_expert=True, experts=ExpertRange(dist.get_rank(), 1, 2))
+    for layer in net:
+        fully_shard(layer, mesh=mesh["all"], expert_mesh=mesh["alone"])
+    kind = (ValueError, RuntimeError)[1 - dist.get_rank()]
+    with pytest.raises(kind, match="the prompt is empty"), summon_full_params(net):
+        if dist.get_rank() == 1:
+            raise ValueError("the prompt is empty")
+
+
 def test_an_error_on_one_rank_ends_the_context_on_all(ranks: Ranks) -> None:
-    """The others would wait at its end, where all agree."""
+    """The others would wait at its end, where all agree; experts may be on fewer ranks."""
     ranks(2).run(_raises_within)
+    ranks(2).run(_raises_beside_experts)
 
 
 def _steps_within(strategy: str) -> None:
@@ -452,6 +469,27 @@ def _load_state_dict_inside() -> None:
 def test_load_state_dict_in_the_middle_of_a_forward_is_refused(ranks: Ranks) -> None:
     """What it wrote into gathered parameters would be lost."""
     ranks(2).run(_load_state_dict_inside)
+
+
+def _writes_where_one_rank_has_rows(directory: Path) -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), strategy="optim")
+    x, bias = torch.ones(2, 4), net[1].bias
+    numels: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(numels, bias.local.numel())
+    assert sorted(numels) == [0, 1]
+    with torch.no_grad():
+        without = net(x) - full_tensor(bias)
+        bias.copy_from_full_(torch.full((1,), 5.0))
+        assert torch.equal(net(x), without + 5.0)
+        dcp.save({"1.bias": torch.full((1,), 7.0)}, checkpoint_id=directory)
+        dcp.load({"1.bias": net.state_dict()["1.bias"]}, checkpoint_id=directory)
+        assert torch.equal(net(x), without + 7.0)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_writes_count_on_ranks_that_have_no_rows(ranks: Ranks, tmp_path: Path) -> None:
+    """All ranks enter the gather that follows a copy of a full tensor, or torch's load."""
+    ranks(2).run(_writes_where_one_rank_has_rows, tmp_path)
 
 
 def _writes_into_a_state_dict(strategy: str) -> None:
