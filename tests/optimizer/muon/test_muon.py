@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -475,6 +476,30 @@ def test_rounds_without_meaning_are_refused(options: dict[str, object]) -> None:
     """Before a step finds that nothing can travel."""
     with pytest.raises(ValueError, match=f"{next(iter(options))} of Muon"):
         Muon([nn.Parameter(torch.ones(3, 3))], **options)
+
+
+@pytest.mark.parametrize(
+    "fused",
+    [
+        FusedParts(("one", "other"), (3, 1)),
+        FusedParts(("gate", "up"), (3, 3), dim=1),
+        FusedParts(("query", "key"), (3, 1), dim=2, num_groups=2),
+    ],
+)
+def test_fused_matrices_of_a_stack_step_as_each_alone(fused: FusedParts) -> None:
+    """Parts along the stack are whole matrices; others are parts of each matrix."""
+    stack = nn.Parameter(torch.randn(4, 6, 8))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    annotate(stack, fused=fused)
+    if fused.dim:
+        for matrix in alone:
+            annotate(matrix, fused=dataclasses.replace(fused, dim=fused.dim - 1))
+    stack.grad = torch.randn(4, 6, 8)
+    for matrix, grad in zip(alone, stack.grad, strict=True):
+        matrix.grad = grad.clone()
+    Muon([stack], lr=0.1).step()
+    Muon(alone, lr=0.1).step()
+    assert torch.equal(stack.detach(), torch.stack([m.detach() for m in alone]))
 
 
 def test_four_dimensions_are_refused_unless_adamw_steps_them() -> None:

@@ -29,6 +29,7 @@ CUTS: tuple[tuple[tuple[int, ...], int | None, FusedParts | None, int | None], .
     # Experts lie in one rank each; of the other stack every matrix is cut.
     ((3, 6, 8), 0, None, 8),
     ((3, 6, 8), 2, None, 4),
+    ((2, 20, 6), 0, FusedParts(("gate", "up"), (10, 10), dim=1), 6),
     ((1, 6), 0, None, None),
     ((11,), 0, None, None),
 )
