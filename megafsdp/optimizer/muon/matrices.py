@@ -138,7 +138,7 @@ def flat_elements(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.reshape(-1)
     yield flat
     # reshape() has made a copy: write it back.
-    if not tensor.is_contiguous() and flat.data_ptr() != tensor.data_ptr():
+    if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
 
