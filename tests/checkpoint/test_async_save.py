@@ -409,6 +409,31 @@ def test_a_second_save_waits_or_is_refused(ranks: Ranks, tmp_path: Path) -> None
     assert on_disk.published_steps(tmp_path) == [1, 3, 4]
 
 
+def _busy_on_rank_zero(root: Path) -> str:
+    model = _model()
+    gate, release = threading.Event(), Staging.release
+
+    def late(staging: Staging) -> None:
+        if dist.get_rank() == 0:
+            assert gate.wait(60)
+        release(staging)
+
+    with mock.patch.object(Staging, "release", late):
+        first = async_save(root, step=1, model=model)
+        if dist.get_rank() == 1:
+            first.result()
+        message = _refusal(lambda: async_save(root, step=2, model=model, when_busy="raise"))
+        gate.set()
+        first.result()
+    return message
+
+
+def test_a_save_that_has_ended_on_some_ranks_is_in_flight(ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 0 decides for all: a rank that went on alone would wait for the others forever."""
+    for message in ranks(2).run(_busy_on_rank_zero, tmp_path):
+        assert "background save of step 1" in message
+
+
 def _refusal(action: Callable[[], object]) -> str:
     try:
         action()
