@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from megafsdp import checkpoint, full_state_dict, full_tensor, fully_shard
@@ -280,6 +281,24 @@ def test_fp32_steps_lie_near_torchs(ranks: Ranks) -> None:
         assert 0 < error < 1e-3
 
 
+def test_the_states_of_torchs_muon_are_gone_on_with() -> None:
+    """Its options are taken, those that it lacks stay, and frozen parameters get no states."""
+    weights = [nn.Parameter(torch.randn(6, 9)) for _ in range(2)]
+    theirs = torch.optim.Muon(weights, lr=0.5, momentum=0.5)
+    weights[0].grad = torch.randn(6, 9)
+    theirs.step()
+    others = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    ours = Muon(others, ns_dtype=torch.bfloat16)
+    ours.load_state_dict(theirs.state_dict())
+    others[1].requires_grad_(False)
+    ours.make_states()
+    assert list(ours.state) == others[:1]
+    others[0].grad = weights[0].grad
+    theirs.step()
+    ours.step()
+    assert torch.equal(others[0], weights[0])
+
+
 def _work(layout: str) -> tuple[list[tuple[int, int]], CollectiveRecord]:
     net = _shard(_Net(), layout)
     optimizer = _muon(net, bucket_numel=1 << 20, split_fused="none")
@@ -531,6 +550,23 @@ def test_copies_step_and_parameters_without_gradient_stay() -> None:
     assert torch.equal(first, before[0])
 
 
+def _refuses_torchs_shards() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, cut = (
+        nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [placement]))
+        for placement in (Replicate(), Shard(0))
+    )
+    optimizer = Muon([whole])
+    with pytest.raises(NotImplementedError, match="divided by fully_shard"):
+        optimizer.add_param_group({"params": [cut]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_that_torch_has_sharded_are_refused(ranks: Ranks) -> None:
+    """Replicated ones are whole, so they are taken; a refused group is not added."""
+    ranks(2).run(_refuses_torchs_shards)
+
+
 def _refuses_whole_gradients() -> None:
     for options in ({}, {"use_muon": False}):
         net = fully_shard(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
@@ -602,10 +638,11 @@ def test_a_learning_rate_may_be_a_tensor_of_one_element(use_muon: bool) -> None:
 
 
 def test_empty_matrices_are_stepped_alone() -> None:
-    """Nothing is to be done, in no round."""
+    """Nothing is to be done, in no round, and no ratio of rows to columns is needed."""
     for shape in ((0, 6), (6, 0)):
         parameter = nn.Parameter(torch.ones(shape))
         parameter.grad = torch.ones(shape)
+        annotate(parameter, fused=FusedParts(("gate", "up"), (3, 3), dim=shape.index(6)))
         Muon([parameter]).step()
 
 
