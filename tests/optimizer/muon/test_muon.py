@@ -550,6 +550,30 @@ def test_copies_step_and_parameters_without_gradient_stay() -> None:
     assert torch.equal(first, before[0])
 
 
+def test_changed_groups_are_planned_anew() -> None:
+    """Fused matrices may be split in another way, and parameters move to another group."""
+    weight = nn.Parameter(torch.randn(6, 8))
+    annotate(weight, fused=FusedParts(("gate", "up"), (3, 3)))
+    other = {"params": [nn.Parameter(torch.ones(2, 2))], "lr": 0.5}
+    optimizer = Muon([{"params": [weight]}, other], lr=0.1)
+    weight.grad = torch.randn(6, 8)
+    first, second = optimizer.param_groups
+    for change in (
+        lambda: second["params"].append(first["params"].pop()),
+        lambda: second.update(split_fused="none"),
+    ):
+        optimizer.step()
+        change()
+        # A copy has no plans.
+        copied = copy.deepcopy(optimizer)
+        (own,) = (p for g in copied.param_groups for p in g["params"] if p.shape == weight.shape)
+        own.grad = weight.grad
+        annotate(own, fused=FusedParts(("gate", "up"), (3, 3)))
+        copied.step()
+        optimizer.step()
+        assert torch.equal(weight, own)
+
+
 def _refuses_torchs_shards() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole, cut = (
