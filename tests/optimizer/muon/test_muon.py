@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from megafsdp import checkpoint, full_state_dict, full_tensor, fully_shard
+from megafsdp import MixedPrecisionPolicy, checkpoint, full_state_dict, full_tensor, fully_shard
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.mesh.annotation import FusedParts, annotate
@@ -572,6 +572,25 @@ def test_changed_groups_are_planned_anew() -> None:
         copied.step()
         optimizer.step()
         assert torch.equal(weight, own)
+
+
+def _steps_narrow_gradients() -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    linear = fully_shard(nn.Linear(6, 8), mp_policy=policy)
+    linear(torch.randn(3, 6)).square().sum().backward()
+    whole = [nn.Parameter(full_tensor(p.detach())) for p in linear.parameters()]
+    for own, parameter in zip(whole, linear.parameters(), strict=True):
+        assert parameter.grad.dtype == torch.bfloat16
+        own.grad = full_tensor(parameter.grad).float()
+    for params in (whole, linear.parameters()):
+        Muon(params, lr=0.1).step()
+    for own, parameter in zip(whole, linear.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(parameter.detach()), own.detach())
+
+
+def test_gradients_may_be_narrower_than_weights(ranks: Ranks) -> None:
+    """Matrices and vectors are stepped in the dtype of the main weights."""
+    ranks(2).run(_steps_narrow_gradients)
 
 
 def _refuses_torchs_shards() -> None:
