@@ -208,6 +208,29 @@ def test_a_gradient_of_two_optimizers_is_unscaled_once() -> None:
         assert torch.equal(own.grad, torch.full((2,), -1.0))
 
 
+def test_gradients_of_every_dtype_are_looked_at() -> None:
+    """One that is not finite counts, whichever comes first."""
+    for bad in range(2):
+        dtypes = (torch.float32, torch.bfloat16)
+        params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
+        params[bad].grad[1] = math.inf
+        assert not LossScaler().unscale_(torch.optim.SGD(params, lr=0.1))
+
+
+def _without_parameters() -> bool:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), math.inf)
+    own = [parameter] if dist.get_rank() == 1 else []
+    return LossScaler().step(torch.optim.SGD([{"params": own}], lr=0.1))
+
+
+def test_ranks_without_parameters_agree_with_the_others(ranks: Ranks) -> None:
+    """As the last stage of a pipeline may freeze all that it has."""
+    assert ranks(2).run(_without_parameters) == [False, False]
+
+
 def test_fp16_gradients_are_refused() -> None:
     """They could not hold what the scale was for."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
