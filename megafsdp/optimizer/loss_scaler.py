@@ -148,7 +148,6 @@ class LossScaler:
         return loss * self._state.scale
 
     @without_dynamo
-    @torch.no_grad()
     def unscale_(self, *optimizers: Optimizer) -> bool:
         """Divide the optimizers' gradients by the scale; return whether all ranks' are finite.
 
