@@ -555,7 +555,7 @@ def test_changed_groups_are_planned_anew() -> None:
     weight = nn.Parameter(torch.randn(6, 8))
     annotate(weight, fused=FusedParts(("gate", "up"), (3, 3)))
     other = {"params": [nn.Parameter(torch.ones(2, 2))], "lr": 0.5}
-    optimizer = Muon([{"params": [weight]}, other], lr=0.1)
+    optimizer = Muon([{"params": [weight]}, other], lr=0.1, ns_dtype=torch.float64)
     weight.grad = torch.randn(6, 8)
     first, second = optimizer.param_groups
     for change in (
