@@ -125,7 +125,6 @@ class PendingSave:
         self._staging.detach_from_parent()
         self._remove_hooks()
         self._finish = None
-        self._is_observed = True
         self._error = CheckpointError.expected(
             "the process that began the save",
             "one forked from it",
