@@ -282,6 +282,35 @@ def test_missing_parts_are_named_and_may_be_allowed(tmp_path: Path) -> None:
         assert torch.equal(model.layers[1].in_proj.weight, wanted)
 
 
+def test_missing_parts_of_states_are_allowed_by_the_name_of_the_whole(tmp_path: Path) -> None:
+    """Rows of moments that are not stored keep their own values, as those of weights do."""
+    smaller, model = _WithoutBeta(), Model(0)
+    optimizers = _adam(smaller), _adam(model)
+    for each, optimizer in zip((smaller, model), optimizers, strict=True):
+        for parameter in each.parameters():
+            parameter.grad = torch.full_like(parameter, len(parameter))
+        optimizer.step()
+    save(tmp_path, step=1, model=smaller, optimizer=optimizers[0])
+    name = "layers.1.in_proj.weight"
+    stored, own = (
+        optimizer.state[each.layers[1].in_proj.weight]["exp_avg"].clone()
+        for each, optimizer in zip((smaller, model), optimizers, strict=True)
+    )
+    patterns = [name, *(f"*.{name}.{state}" for state in ("exp_avg", "exp_avg_sq", "step"))]
+    load(tmp_path, model=model, optimizer=optimizers[1], allow_missing=patterns)
+    loaded = optimizers[1].state[model.layers[1].in_proj.weight]["exp_avg"]
+    assert torch.equal(loaded, torch.cat((stored, own[20:])))
+
+
+def test_a_fused_tensor_of_the_checkpoint_alone_is_ignored_by_its_name(tmp_path: Path) -> None:
+    """The model that is loaded declares no parts of it."""
+    source, model = Model(0), Model(1)
+    save(tmp_path, step=1, model=source)
+    del model.layers[1].in_proj
+    load(tmp_path, model=model, ignore=["layers.1.in_proj.weight"])
+    assert torch.equal(model.layers[1].conv1d.weight, source.layers[1].conv1d.weight)
+
+
 def test_a_part_of_narrow_states_can_be_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
