@@ -318,6 +318,16 @@ def _with_another_shape(state: dict) -> None:
     moments |= {"exp_avg": torch.ones(16, 5), "exp_avg_sq": torch.ones(16, 5)}
 
 
+def _of_another_dtype(state: dict) -> None:
+    name = "module.decoder.layers.0.mlp.experts.linear_fc2.weight2"
+    state["model"][name] = state["model"][name].double()
+
+
+def _with_another_state(state: dict) -> None:
+    name = "module.module.module.decoder.layers.0.mlp.experts.linear_fc2.weight2"
+    state["optimizer"]["state"][name]["mode"] = "slow"
+
+
 def _in_another_group(state: dict) -> None:
     name = "module.module.module.decoder.layers.0.mlp.experts.linear_fc2.weight2"
     state["optimizer"]["param_to_group_meta"][name]["lr"] = 0.5
@@ -334,6 +344,8 @@ def _in_both_forms(state: dict) -> None:
     [
         (_without_an_expert, "missing: expert 1 of decoder.layers.0.mlp.experts.linear_fc2.weight"),
         (_with_another_shape, "than the layer's first expert: decoder.layers.0.mlp.experts"),
+        (_of_another_dtype, "than the layer's first expert: decoder.layers.0.mlp.experts"),
+        (_with_another_state, "than the layer's first expert: decoder.layers.0.mlp.experts"),
         (_in_another_group, "than the layer's first expert: decoder.layers.0.mlp.experts"),
         (_in_both_forms, "of an expert that another key has too"),
     ],
@@ -354,8 +366,9 @@ def test_experts_that_make_no_stack_are_named(
 
 def test_the_form_of_experts_and_norms_is_the_jobs(convert: Convert, tmp_path: Path) -> None:
     """Arguments decide over the layer's kind: numbered modules, and norms that are stored whole."""
-    args = {"moe_grouped_gemm": False, "apply_layernorm_1p": False}
+    args = {"moe_grouped_gemm": False, "apply_layernorm_1p": False, "consumed_train_samples": 9}
     found = toy.read(to_megatron(convert("qwen3_next").ours, tmp_path / "back", args=args))
+    assert args.items() <= vars(found["args"]).items()
     at = "model.module.decoder.layers"
     assert f"{at}.1.mlp.experts.local_experts.2.linear_fc1.weight_v" in found
     assert not any("linear_fc2.weight2" in key for key in found)
@@ -409,7 +422,8 @@ def test_two_tensors_at_most_are_in_memory(
 def _save(root: Path, architecture: str) -> dict[str, torch.Tensor]:
     model, optimizer = _sharded(architecture)
     toy.train(model, optimizer, range(2))
-    save(root, step=7, model=model, optimizer=optimizer, extra={"run": {"consumed_samples": 4}})
+    run = {"consumed_samples": 4, "skipped_samples": 1}
+    save(root, step=7, model=model, optimizer=optimizer, extra={"run": run})
     wanted = {f"model.{n}": full(p) for n, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for state, value in optimizer.state[parameter].items():
@@ -441,6 +455,8 @@ def test_ours_to_theirs_and_back_is_equal(ranks: Ranks, tmp_path: Path, architec
         assert repr(ours.object("rng.1")) == repr(back.object("rng.1"))
         assert back.manifest.aliases == ours.manifest.aliases
         assert back.manifest.step == 7
+        run = {"step": 7, "consumed_samples": 4, "skipped_samples": 1}
+        assert back.object("extra")["run"] == run
         assert {k: e.fused for k, e in back.manifest.tensors.items()} == {
             k: e.fused for k, e in ours.manifest.tensors.items()
         }
@@ -466,6 +482,16 @@ def _drop(state: dict, section: str, *ends: str) -> None:
             "of a parameter that has no weight",
         ),
         (
+            lambda s: _drop(s, "model", "1.mlp.linear_fc2.weight"),
+            "1 missing: the weight decoder.layers.1.mlp.linear_fc2.weight",
+        ),
+        (
+            lambda s: s["optimizer"]["param_to_group_meta"].update(
+                {"module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w": {"lr": 0.5}}
+            ),
+            "of a group that is not that of the other parts",
+        ),
+        (
             lambda s: s["optimizer"]["state"]["module.module.module.output_layer.weight"].pop(
                 "exp_avg_sq"
             ),
@@ -482,6 +508,7 @@ def _drop(state: dict, section: str, *ends: str) -> None:
             "missing: the parameter group of output_layer.weight",
         ),
         (lambda s: _drop(s, "", "iteration"), "1 missing: iteration"),
+        (lambda s: _drop(s, "", "checkpoint_version"), "1 missing: checkpoint_version"),
         (lambda s: s.update(checkpoint_version=2.0), "got 2 and 2.0"),
         (
             lambda s: s["model"].update(
@@ -495,18 +522,28 @@ def _drop(state: dict, section: str, *ends: str) -> None:
             ),
             "of another shape",
         ),
+        (
+            lambda s: s["optimizer"]["state"]["module.module.module.output_layer.weight"].update(
+                exp_avg="none"
+            ),
+            "output_layer.weight.exp_avg no tensor",
+        ),
     ],
     ids=[
         "unknown",
         "part",
         "weight",
+        "group of no weight",
+        "group of a part",
         "moment",
         "states",
         "group",
         "iteration",
+        "no version",
         "version",
         "twice",
         "shape",
+        "word",
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_published(
@@ -646,19 +683,36 @@ def test_foreign_values_in_args_are_kept_as_text_and_run_nothing(
 
 
 def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
-    """A word beside a weight, and a count of steps that is a plain number on their side."""
+    """A word beside a weight, a plain count of steps on their side, and a rate in a tensor."""
     state = toy.their_state(*toy.trained("qwen3"), "qwen3", has_step_in_group=False)
     moments = state["optimizer"]["state"]["module.module.module.embedding.word_embeddings.weight"]
     moments |= {"mode": "slow", "step": 2}
+    for fields in state["optimizer"]["param_to_group_meta"].values():
+        fields["lr"] = torch.tensor(0.5)
     toy.save(state, tmp_path / "theirs")
     from_megatron(tmp_path / "theirs", tmp_path / "ours")
     at = "optimizer.state.embedding.word_embeddings.weight"
     with CheckpointReader(tmp_path / "ours") as reader:
         assert reader.object(f"{at}.mode") == "slow"
+        assert [group["lr"] for group in _groups(reader)] == [torch.tensor(0.5)] * 2
         assert torch.equal(reader.tensor(f"{at}.step"), torch.tensor(2.0))
     found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
     wrapped = at.replace("state.", "state.module.module.module.")
     assert found[f"{wrapped}.mode"] == "slow"
+
+
+def test_a_parameter_that_has_taken_no_step_has_no_states(tmp_path: Path) -> None:
+    """Nor has a fused one; on either side."""
+    state = toy.their_state(*toy.trained("qwen3"), "qwen3")
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    for part in ("_w", "_v"):
+        del state["optimizer"]["state"][f"module.module.module.{name}{part}"]
+    state["optimizer"]["param_to_group_meta"][f"module.module.module.{name}"]["step"] = 0
+    toy.save(state, tmp_path / "theirs")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    assert [key for key in _whole(tmp_path / "ours") if name in key] == [f"model.{name}"]
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
+    assert not any(key.startswith("optimizer.state.") and name in key for key in found)
 
 
 def test_two_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
