@@ -370,6 +370,24 @@ class _TwoNames(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def _tied(salt: int) -> Toy:
+    model = Toy()
+    fill(model, salt)
+    model.norm.register_buffer("again", model.count.fill_(salt))
+    return model
+
+
+def test_tied_tensors_without_memory_stay_tied(tmp_path: Path) -> None:
+    """A plain model on the meta device receives them under each of their names."""
+    source = _tied(3)
+    save(tmp_path, step=1, model=source)
+    with torch.device("meta"):
+        model = _tied(0)
+    load(tmp_path, model=model)
+    assert model.head.weight is model.embed.weight and model.norm.again is model.count
+    assert differences(source.state_dict(), model.state_dict()) == []
+
+
 def test_a_module_of_two_names_is_stored_under_both(tmp_path: Path) -> None:
     """A model without the tie, a plain ``load_state_dict`` and torch's own load find all names."""
     model = _TwoNames()
