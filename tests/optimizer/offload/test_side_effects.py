@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafsdp import FusedAdam, full_tensor, fully_shard, microbatch
+from megafsdp import FusedAdam, MixedPrecisionPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device import host_memory
@@ -257,6 +257,29 @@ def _others_are_untouched() -> None:
 def test_only_parameters_of_units_are_repacked(ranks: Ranks) -> None:
     """Plain tensors, another library's, and another optimizer's stay as and where they are."""
     ranks(2).run(_others_are_untouched)
+
+
+def _narrow_weights_stay() -> None:
+    found = []
+    for kind in (FusedAdam, HybridDeviceOptimizer):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+        for layer, dtype in zip(model, (torch.bfloat16, torch.float32), strict=True):
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(main_params_dtype=dtype))
+        optimizer = kind(model.parameters(), lr=1e-2)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5 - step)
+            optimizer.step()
+        found.append(local_bits(model, optimizer))
+    narrow, wide = groups_of(model.parameters())
+    assert narrow.host_memory is None and wide.host_memory is not None
+    assert_same(found[1], found[0])
+
+
+def test_main_weights_that_are_not_fp32_stay_on_the_device(ranks: Ranks) -> None:
+    """They are stepped there, beside those on the host."""
+    ranks(2).run(_narrow_weights_stay)
 
 
 def _plain_model_alone() -> None:
