@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from megafsdp import MixedPrecisionPolicy, fully_shard
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
-from megafsdp.optimizer.offload.placement import first_offloaded, num_kept_on_device
+from megafsdp.optimizer.offload.placement import (
+    first_offloaded,
+    groups_of,
+    groups_to_offload,
+    num_kept_on_device,
+)
+from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,20 @@ def test_what_cannot_move_counts_as_part_of_the_front(
 ) -> None:
     """A half of all is all that can move, where as much stays; 1.0 is all of it in any case."""
     assert first_offloaded(movable, other, fraction) == first
+
+
+def _counts_all() -> None:
+    narrow = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
+    kept = fully_shard(nn.Linear(8, 24, bias=False), mp_policy=narrow)
+    moved = fully_shard(nn.Linear(8, 8, bias=False))
+    for others in (kept.parameters(), [nn.Parameter(torch.zeros(96))]):
+        parameters = [*others, *moved.parameters()]
+        assert groups_to_offload(parameters, 0.25) == groups_of(moved.parameters())
+
+
+def test_a_fraction_is_one_of_all_parameters(ranks: Ranks) -> None:
+    """Of units that cannot be offloaded and of plain tensors too."""
+    ranks(2).run(_counts_all)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5, True, "half", float("nan")])

@@ -14,6 +14,7 @@ from torch import nn
 from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_, fully_shard
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
+from megafsdp.optimizer.offload.placement import groups_of
 from tests.fsdp.toy import Net, batches, mine
 from tests.optimizer.offload.hybrid_runs import Case, assert_same, backward, local_bits, make_net
 from tests.ranks import RankPool
@@ -243,7 +244,11 @@ def _made_again() -> None:
     """A second optimizer over weights that are on the host already."""
     wanted_net, net = make_net(_SMALL), make_net(_SMALL)
     HybridDeviceOptimizer(net.parameters(), offload_fraction=1.0)
+    slabs = [group.host_memory for group in groups_of(net.parameters())]
     second: FusedAdam = HybridDeviceOptimizer(net.parameters(), offload_fraction=0.0)
+    for group, slab in zip(groups_of(net.parameters()), slabs, strict=True):
+        assert slab is not None and group.host_memory is slab
+    assert second.host_nbytes > 0
     reference = FusedAdam(wanted_net.parameters())
     for model, optimizer in ((net, second), (wanted_net, reference)):
         for _ in range(2):
