@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megafsdp import FusedAdam, HybridDeviceOptimizer, clip_grad_norm_, fully_shard
+from megafsdp import (
+    FusedAdam,
+    HybridDeviceOptimizer,
+    clip_grad_norm_,
+    full_tensor,
+    fully_shard,
+)
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.optimizer.offload.placement import groups_of
@@ -261,6 +268,37 @@ def _made_again() -> None:
 def test_weights_on_the_host_stay_there_for_another_optimizer(ranks: Ranks) -> None:
     """Whatever its own fraction."""
     ranks(2).run(_made_again)
+
+
+def _swaps_gradients() -> None:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        if is_sharded:
+            fully_shard(net)
+            optimizer = HybridDeviceOptimizer(
+                net.parameters(), lr=0.1, cpu_optimizer_cls=torch.optim.SGD
+            )
+        else:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.ones(2, 6)).square().sum().backward()
+        for own, other in zip(net[0].parameters(), net[1].parameters(), strict=True):
+            own.grad, other.grad = other.grad, own.grad
+        if is_sharded and dist.get_world_size() > 1:
+            # Each rank has the rows of one layer and the gradients of the other.
+            with pytest.raises(RuntimeError, match="this rank's rows"):
+                optimizer.step()
+            return
+        optimizer.step()
+        found.append([full_tensor(parameter.detach()) for parameter in net.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_gradients_that_were_swapped_are_those_of_the_host(ranks: Ranks) -> None:
+    """Wherever they lie in the buffer of all gradients; of other rows they are refused."""
+    for num_ranks in (1, 2):
+        ranks(num_ranks).run(_swaps_gradients)
 
 
 @pytest.mark.parametrize(
