@@ -67,12 +67,12 @@ def masked_cross_entropy(
     labels_N = labels_BT.reshape(-1)
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     if loss_mask_BT is None:
-        weights_N = labels_N.new_full(labels_N.shape, 1.0 / labels_N.numel(), dtype=dtype)
+        mask_N = labels_N.new_ones(labels_N.shape, dtype=dtype)
     else:
         # A policy that casts the inputs may hand over the mask in bf16, which cannot count past
         # 256.
         mask_N = loss_mask_BT.reshape(-1).to(dtype)
-        weights_N = mask_N / (mask_N.sum() if num_counted is None else num_counted).clamp(min=1.0)
+    weights_N = mask_N / (mask_N.sum() if num_counted is None else num_counted).clamp(min=1.0)
     logits_NV = logits_BTV.flatten(0, -2)
     kernels = None if tp_group is not None else _kernels_for(logits_NV)
     if kernels is None:

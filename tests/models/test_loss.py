@@ -56,6 +56,17 @@ def test_no_mask_counts_every_token() -> None:
     torch.testing.assert_close(masked_cross_entropy(logits, labels), wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_a_part_of_the_tokens_is_divided_by_the_number_of_all(has_mask: bool) -> None:
+    """Parts that are scored one by one add up to the mean over all tokens."""
+    logits, labels, mask = _problem()
+    whole = (logits, labels, mask if has_mask else None)
+    total = torch.tensor(mask.sum().item() if has_mask else 21.0)
+    parts = [[None if x is None else x[row : row + 1] for x in whole] for row in range(3)]
+    found = sum(masked_cross_entropy(*part, num_counted=total) for part in parts)
+    torch.testing.assert_close(found, masked_cross_entropy(*whole), rtol=1e-6, atol=0)
+
+
 def test_a_fully_masked_batch_has_loss_and_gradient_zero() -> None:
     """A microbatch of padding must not poison the step with NaN."""
     logits, labels, mask = _problem()
