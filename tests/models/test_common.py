@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megafsdp.mesh.annotation import FusedParts, annotation_of
-from megafsdp.models import ModelConfig, build_model
+from megafsdp.models import ModelConfig, build_model, presets
 from megafsdp.models.common import (
     MLP,
     SelfAttention,
@@ -180,9 +181,16 @@ def test_a_zero_centered_norm_is_not_rounded_beside_one() -> None:
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.bfloat16
 
 
-def test_initial_values_have_the_stated_spread() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(architecture="gpt", num_query_groups=4, init_std=0.05),
+        dataclasses.replace(presets["qwen3-moe-toy"], init_std=0.05),
+    ],
+    ids=["gpt", "experts"],
+)
+def test_initial_values_have_the_stated_spread(config: ModelConfig) -> None:
     """Output projections are scaled by 1 / sqrt(2 L), norms are 1, biases 0, the rest init_std."""
-    config = ModelConfig(architecture="gpt", num_query_groups=4, init_std=0.05)
     for name, parameter in build_model(config, seed=1).named_parameters():
         if "layernorm.weight" in name:
             assert torch.all(parameter == 1), name
