@@ -196,15 +196,32 @@ def _run_in_bf16(keep_fp32: tuple[str, ...]) -> tuple[Tensor, set[str]]:
 
 
 def test_decays_compute_in_fp32_where_the_policy_says(ranks: Ranks) -> None:
-    """In bf16 the layer is near that of fp32; its two vectors stay fp32 if ``keep_fp32`` asks."""
+    """In bf16 the layer is near that of fp32; parameters stay fp32 if ``keep_fp32`` asks."""
     x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(1)).bfloat16()
     wanted = _layer(dtype=torch.float32)(x.float())
-    for keep_fp32 in ((), ("A_log", "dt_bias")):
+    for keep_fp32 in ((), ("A_log", "dt_bias"), ("conv1d.weight",)):
         for out, kept in ranks(2).run(_run_in_bf16, keep_fp32):
             assert kept == set(keep_fp32) and out.dtype == torch.bfloat16
             # Weights and activations are rounded to 8 bits.
             error = (out.float() - wanted).abs().max() / wanted.abs().max()
             assert 0 < error < 0.05
+
+
+def test_decays_and_corrections_are_those_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bf16 numbers: a rounded decay would be off by as much in each of many tokens."""
+    layer, x, given = _layer(dtype=torch.bfloat16), torch.randn(2, 7, 12).bfloat16(), {}
+    rule = gated_delta_net.gated_delta_rule
+
+    def look(*args: Tensor, **named: Tensor) -> Tensor:
+        given.update(named)
+        return rule(*args, **named)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", look)
+    layer(x)
+    beta, alpha = (part.float() for part in layer.in_proj(x)[..., -8:].chunk(2, dim=-1))
+    steps = torch.nn.functional.softplus(alpha + layer.dt_bias)
+    assert torch.equal(given["log_decay_BTN"], -layer.A_log.float().exp() * steps)
+    assert torch.equal(given["beta_BTN"], beta.sigmoid())
 
 
 def test_the_convolution_calls_a_kernel_as_its_package_has_it(
@@ -223,3 +240,5 @@ def test_the_convolution_calls_a_kernel_as_its_package_has_it(
 
     monkeypatch.setattr(gated_delta_net, "convolution_kernel_for", lambda x, width: kernel)
     torch.testing.assert_close(layer(x), wanted)
+    # A policy may keep the weight in fp32 alone.
+    torch.testing.assert_close(layer(x.bfloat16()), layer(x.bfloat16().float()).bfloat16())
