@@ -79,7 +79,8 @@ def _check_meshes() -> None:
                 make(**{keyword: mesh})
             assert all(a is b for a, b in zip(before, layer.parameters(), strict=True))
         by_method, by_keyword = make(), make(tp_mesh=tp, weight_mesh=tp)
-        by_method.set_device_mesh(tp_mesh=tp, weight_mesh=tp)
+        by_method.requires_grad_(False).set_device_mesh(tp_mesh=tp, weight_mesh=tp)
+        assert not any(p.requires_grad for p in by_method.parameters())
         for layer in (by_method, by_keyword):
             assert all(isinstance(p, DTensor) for p in layer.parameters())
             assert layer.weight_mesh is tp and layer.tp_mesh is tp
