@@ -212,6 +212,9 @@ def test_a_config_of_transformers_4_is_read() -> None:
     config = config_from_hugging_face(fields)
     assert config.rope_theta == 500.0
     assert config.head_dim == 12
+    for key in ("type", "rope_type"):
+        with pytest.raises(ConfigError, match=r"'default', got 'linear'.*rope_scaling\.rope_type"):
+            config_from_hugging_face(fields | {"rope_scaling": {key: "linear", "factor": 2.0}})
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,10 @@ def test_a_config_of_transformers_4_is_read() -> None:
     [
         (GPT2Config(activation_function="relu"), "activation_function"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (GPT2Config(scale_attn_weights=False), "scale_attn_weights"),
+        (GPT2Config(add_cross_attention=True), "add_cross_attention"),
         (LlamaConfig(attention_bias=True), "attention_bias"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act"),
         (Qwen3Config(use_sliding_window=True), "use_sliding_window"),
         (Qwen3MoeConfig(use_sliding_window=True), "use_sliding_window"),
@@ -249,17 +255,41 @@ def test_arithmetic_that_we_lack_is_refused_by_name(theirs: PretrainedConfig, fi
 
 
 def test_a_missing_field_is_refused_by_name() -> None:
-    """A size is never guessed."""
+    """A size is never guessed, and a text is no number."""
     fields = config_to_hugging_face(ModelConfig())
+    for name in ("intermediate_size", "rms_norm_eps"):
+        with pytest.raises(ConfigError, match=name):
+            config_from_hugging_face(fields | {name: "80"})
     del fields["intermediate_size"]
     with pytest.raises(ConfigError, match="intermediate_size"):
         config_from_hugging_face(fields)
 
 
+# What a config.json may lack, as classes of transformers have it by themselves.
+_LEFT_OUT = {
+    *("n_inner", "layer_norm_epsilon", "rms_norm_eps", "rope_theta", "rope_parameters", "head_dim"),
+    *("tie_word_embeddings", "initializer_range", "layer_types", "partial_rotary_factor"),
+    *("norm_topk_prob", "output_router_logits", "router_aux_loss_coef"),
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(_CLASSES))
+def test_what_a_config_leaves_out_is_what_hugging_face_has(model_type: str) -> None:
+    """Old and handwritten files name only what differs from their class."""
+    groups = 4 if model_type == "gpt2" else 2
+    fields = config_to_hugging_face(_config(model_type, False, groups))
+    fields = {name: value for name, value in fields.items() if name not in _LEFT_OUT}
+    config_class, _ = _CLASSES[model_type]
+    filled = config_class(**fields).to_dict()
+    assert config_from_hugging_face(fields) == config_from_hugging_face(filled)
+
+
 def test_a_gpt_with_grouped_queries_has_no_hugging_face_form() -> None:
     """Hugging Face's GPT-2 knows neither groups nor heads of another width."""
-    with pytest.raises(ConfigError, match="grouped queries"):
-        config_to_hugging_face(ModelConfig(architecture="gpt", num_query_groups=2))
+    config = _config("gpt2", False, 4)
+    for changes in ({"num_query_groups": 2}, {"head_dim": 16}):
+        with pytest.raises(ConfigError, match="grouped queries"):
+            config_to_hugging_face(dataclasses.replace(config, **changes))
 
 
 def test_the_published_config_of_a_hybrid_is_read() -> None:
