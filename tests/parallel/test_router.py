@@ -9,12 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megafsdp.buffer.comm.trace import record_collectives
 from megafsdp.models import ActivationCheckpointing, build_model
 from megafsdp.models.language_model import LanguageModel
-from megafsdp.parallel import Router, end_router_step, router_metrics
+from megafsdp.parallel import (
+    RoutedBatch,
+    Router,
+    end_router_step,
+    router_metrics,
+    scale_auxiliary_losses,
+)
 from tests.parallel.cases import MOE, batch_of, build
 from tests.ranks import Ranks
 
@@ -186,6 +193,32 @@ def test_the_auxiliary_loss_is_scaled_as_the_loss_of_its_forward_is(
     for both in ((of_labels, of_logits), (of_logits, of_labels)):
         for found, one, other in zip(grads(*both), scaled, alone, strict=True):
             torch.testing.assert_close(found, one + other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("has_batches", [False, True])
+def test_a_recomputed_router_takes_part_in_the_loss_of_its_forward(has_batches: bool) -> None:
+    """With batches that the model gives, also where another forward came in between."""
+
+    def gradient(is_recomputed: bool) -> Tensor:
+        router = _router(balance="aux_loss", aux_loss_coefficient=1.0)
+        batches = (RoutedBatch(), RoutedBatch()) if has_batches else (None, None)
+
+        def forward(index: int) -> Tensor:
+            given = _tokens(6 + index).requires_grad_(), batches[index]
+            if is_recomputed:
+                return checkpoint(router, *given, use_reentrant=False)[0]
+            return router(*given)[0]
+
+        first = 8 * scale_auxiliary_losses(forward(0).square().sum(), router)
+        if has_batches:
+            second = forward(1)
+            first.backward()
+            first = 4 * scale_auxiliary_losses(second.square().sum(), router)
+        first.backward()
+        assert router.weight.grad is not None
+        return router.weight.grad
+
+    assert torch.equal(gradient(True), gradient(False))
 
 
 def test_a_bias_moves_choices_and_not_weights() -> None:
