@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megafsdp.mesh.annotation import annotation_of
@@ -177,10 +178,13 @@ def _refuse_twice() -> None:
     layer = parallelize(GroupedExperts(4, 8, 12), meshes)
     with pytest.raises(RuntimeError, match="got a second call"):
         parallelize(layer, meshes)
+    sharded = torch_fully_shard(GroupedExperts(4, 8, 12), mesh=meshes.data)
+    with pytest.raises(RuntimeError, match="got the unit '' of fully_shard"):
+        parallelize(sharded, meshes)
 
 
 def test_experts_are_cut_once(ranks: Ranks) -> None:
-    """A second cut would give a rank a part of its part."""
+    """A second cut would give a rank a part of its part, and one after sharding parts of rows."""
     ranks(2).run(_refuse_twice)
 
 
