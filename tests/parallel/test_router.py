@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -135,6 +137,15 @@ def _aux_gradient(num_ranks: int) -> Tensor:
     return router.weight.grad
 
 
+def _aux_gradient_under_tp() -> Tensor:
+    router = _router(balance="aux_loss", aux_loss_coefficient=0.3)
+    router.set_device_mesh(tp_mesh=init_device_mesh("cpu", (2,)))
+    weights, _ = router(_tokens(12).sort(0).values)
+    (0.0 * weights).sum().backward()
+    assert isinstance(router.weight.grad, DTensor)
+    return router.weight.grad.to_local()
+
+
 def test_the_auxiliary_gradient_is_that_of_transformers() -> None:
     """Which is K times as much, of one layer."""
     router = _router()
@@ -152,6 +163,9 @@ def test_the_auxiliary_gradient_is_that_of_the_whole_batch(ranks: Ranks) -> None
     wanted = _aux_gradient(1)
     torch.testing.assert_close(sum(found) / 2, wanted, rtol=1e-12, atol=1e-14)
     assert not torch.allclose(found[0], found[1])
+    # Ranks of tp that have the same tokens have the same gradient.
+    for found_under_tp in ranks(2).run(_aux_gradient_under_tp):
+        torch.testing.assert_close(found_under_tp, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_the_auxiliary_loss_is_scaled_as_the_loss_is() -> None:
