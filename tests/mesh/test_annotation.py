@@ -88,6 +88,7 @@ def test_parts_may_lie_along_another_dimension() -> None:
     [
         ("{module}.{parameter}_w",),
         ("{module}.{parameter}_w", "{module}.{parameter}_w"),
+        ("{module}.{parameter}_w", "{module}.{parameter}_w", "{module}.{parameter}_v"),
         ("{module}.{parameter}", "{module}.{parameter}_v"),
         ("{name}_w", "{name}_v"),
         ("{module}.{parameter}_w", ""),

@@ -106,6 +106,17 @@ def _check_joined() -> None:
     assert joined.mesh.tolist() == [[0, 2], [1, 3]]
     assert joined.get_coordinate() == outer.get_coordinate()[::-1]
     assert joined["tp"].mesh.tolist() == outer["tp"].mesh.tolist()
+    # Without names there are those of the data axes, and numbers.
+    unnamed = [DeviceMesh.from_group(outer.get_group(axis), "cpu") for axis in ("dp_shard", "tp")]
+    joined = joined_mesh(*unnamed)
+    assert joined.mesh.tolist() == [[0, 2], [1, 3]]
+    assert joined.mesh_dim_names == ("dp_shard", "model_0")
+    # A rank would be there twice, or would be a fifth one.
+    for members in (([0, 1], [1, 2]), ([1, 3], [1, 2])):
+        groups = [torch.distributed.new_group(each) for each in members]
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"in common, got ranks \[\["):
+                joined_mesh(*(DeviceMesh.from_group(group, "cpu") for group in groups))
     # Meshes that were made apart.
     other_root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     apart = joined_mesh(other_root["x"], outer["dp_shard"])

@@ -281,7 +281,10 @@ def test_what_a_config_leaves_out_is_what_hugging_face_has(model_type: str) -> N
     fields = {name: value for name, value in fields.items() if name not in _LEFT_OUT}
     config_class, _ = _CLASSES[model_type]
     filled = config_class(**fields).to_dict()
-    assert config_from_hugging_face(fields) == config_from_hugging_face(filled)
+    config = config_from_hugging_face(fields)
+    assert config == config_from_hugging_face(filled)
+    # Without a number GPT-2's MLP is four times as wide as the model.
+    assert config.ffn_hidden_size == (4 * 48 if model_type == "gpt2" else 80)
 
 
 def test_a_gpt_with_grouped_queries_has_no_hugging_face_form() -> None:

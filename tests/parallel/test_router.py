@@ -235,6 +235,15 @@ def test_a_recomputed_router_takes_part_in_the_loss_of_its_forward(has_batches: 
     assert torch.equal(gradient(True), gradient(False))
 
 
+def test_each_backward_through_a_loss_scales_the_auxiliary_loss_anew() -> None:
+    """By its own factor, where the graph is kept for a second one."""
+    router = _router(balance="aux_loss", aux_loss_coefficient=1.0)
+    loss = scale_auxiliary_losses(router(_tokens(6))[0].square().sum(), router)
+    (once,) = torch.autograd.grad(loss, router.weight, retain_graph=True)
+    (thrice,) = torch.autograd.grad(3 * loss, router.weight)
+    torch.testing.assert_close(thrice, 3 * once, rtol=1e-12, atol=1e-14)
+
+
 def test_a_bias_moves_choices_and_not_weights() -> None:
     """The best K of score plus bias, weighted by their scores."""
     router, x = _router(balance="bias", norm_topk_prob=False), _tokens(7)
