@@ -206,8 +206,8 @@ def _input_of_columns(x: Tensor, group: dist.ProcessGroup, is_sequence_cut: bool
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # A policy may keep either of them in fp32, as it may norms.
+    bias = None if bias is None else bias.to(weight.dtype)
     if x.dtype == weight.dtype:
         return F.linear(x, weight, bias)
-    # A policy keeps the weight in fp32, as it may norms.
-    bias = None if bias is None else bias.to(weight.dtype)
     return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)

@@ -240,6 +240,41 @@ def test_without_tp_a_layer_issues_the_operators_of_torchs(
     assert _operators(made, given) == _operators(plain(), given)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: Linear(_H, _F),
+        lambda: Linear(_H, _F, bias=False),
+        lambda: RMSNorm(_H),
+        lambda: LayerNorm(_H),
+        lambda: OutputLayer(_H, _V),
+    ],
+)
+def test_weights_that_a_policy_keeps_in_fp32_compute_in_fp32(layer: Any) -> None:
+    """Of bf16 inputs and beside biases in bf16; results have the input's dtype, but for logits."""
+    made, x = layer(), torch.randn(_B, _T, _H).bfloat16()
+    has_bias = getattr(made, "bias", None) is not None
+    if has_bias:
+        made.bias = nn.Parameter(torch.randn(made.bias.shape).bfloat16())
+    dtype = torch.float32 if isinstance(made, OutputLayer) else torch.bfloat16
+    torch.testing.assert_close(made(x), made(x.float()).to(dtype), rtol=0, atol=0)
+    if has_bias:
+        wanted = made.bfloat16()(x)
+        made.bias = nn.Parameter(made.bias.detach().float())
+        torch.testing.assert_close(made(x), wanted, rtol=0, atol=0)
+
+
+def _add_a_bias_in_fp32() -> torch.dtype:
+    layer = Linear(_H, _F, parallel_mode="row", tp_mesh=init_device_mesh("cpu", (2,)))
+    layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
+    return layer(torch.ones(1, 2, _H // 2).bfloat16()).dtype
+
+
+def test_a_bias_in_fp32_leaves_the_dtype_of_a_sum_over_ranks(ranks: Ranks) -> None:
+    """A policy may keep biases alone."""
+    assert ranks(2).run(_add_a_bias_in_fp32) == [torch.bfloat16] * 2
+
+
 def test_a_sequence_that_tp_does_not_divide_is_refused(ranks: Ranks) -> None:
     """On all ranks alike, before the collective."""
     assert ranks(2).run(_embed_an_odd_sequence) == [True, True]
