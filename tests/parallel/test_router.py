@@ -220,7 +220,7 @@ def test_a_recomputed_router_takes_part_in_the_loss_of_its_forward(has_batches: 
         def forward(index: int) -> Tensor:
             given = _tokens(6 + index).requires_grad_(), batches[index]
             if is_recomputed:
-                return checkpoint(router, *given, use_reentrant=False)[0]
+                return checkpoint(router, *given, use_reentrant=True)[0]
             return router(*given)[0]
 
         first = 8 * scale_auxiliary_losses(forward(0).square().sum(), router)
@@ -287,6 +287,16 @@ def test_a_step_moves_each_bias_against_the_error_of_its_load() -> None:
     torch.testing.assert_close(router.expert_bias, wanted)
 
 
+@pytest.mark.parametrize("found_inf", [True, torch.tensor(1.0), torch.tensor(0.0)], ids=str)
+def test_a_step_that_was_skipped_moves_no_bias(found_inf: Tensor | bool) -> None:
+    """Its loads are forgotten all the same."""
+    router = _router(torch.float32, balance="bias", bias_update_rate=0.01)
+    router(_tokens(12).float())
+    end_router_step(router, found_inf=found_inf)
+    assert router.load_E is None and router.expert_bias is not None
+    assert bool(router.expert_bias.any()) is not bool(found_inf)
+
+
 def test_biases_are_those_of_the_whole_batch_on_all_ranks(ranks: Ranks) -> None:
     """Three steps, two layers, one all-reduce a step, the same bits as one process."""
     wanted, calls, max_load = _move_bias(1)
@@ -304,9 +314,12 @@ def test_a_bias_stays_fp32_and_is_stored() -> None:
     router.to(torch.bfloat16)
     assert router.weight.dtype == torch.bfloat16
     assert torch.equal(router.state_dict()["expert_bias"], torch.full((_E,), 1.001))
+    router.reset_parameters(defer_init=True)
+    assert router.expert_bias.all()
     router.reset_parameters()
     assert not router.expert_bias.any()
-    assert "expert_bias" not in _router().state_dict()
+    for balance in ("none", "aux_loss"):
+        assert "expert_bias" not in _router(balance=balance).state_dict()
     with torch.device("meta"):
         late = Router(_H, _E, _K, balance="bias")
     late.to_empty(device="cpu").reset_parameters()
@@ -316,6 +329,8 @@ def test_a_bias_stays_fp32_and_is_stored() -> None:
 def test_metrics_equal_the_formula() -> None:
     """The worst layer's largest load over the mean, and the mean auxiliary loss of the layers."""
     assert router_metrics(torch.nn.Linear(2, 2)) is None
+    before = router_metrics(_router())
+    assert before is not None and before.max_load == 0, "no token has come"
     first, second = _router(balance="aux_loss"), _router(balance="aux_loss")
     with torch.no_grad():
         second.weight[0].add_(1.0)
@@ -325,6 +340,9 @@ def test_metrics_equal_the_formula() -> None:
         counts = torch.bincount(scores.topk(_K).indices.flatten(), minlength=_E).double()
         loads.append((counts.max() / counts.mean()).item())
         losses.append(_E * (counts / counts.sum() * scores.mean(0)).sum().item())
+        # An earlier step is not counted.
+        layer(_tokens(5))
+        end_router_step(layer)
         for part in _tokens(20).split(7):
             layer(part)
     metrics = router_metrics(torch.nn.ModuleList([first, second]))
