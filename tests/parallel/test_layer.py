@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import megafsdp
+from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models import build_model
@@ -84,6 +85,7 @@ def _check_meshes() -> None:
         for layer in (by_method, by_keyword):
             assert all(isinstance(p, DTensor) for p in layer.parameters())
             assert layer.weight_mesh is tp and layer.tp_mesh is tp
+            assert all(annotation_of(p).weight_mesh is tp for p in layer.parameters())
 
 
 def test_every_layer_takes_a_mesh_of_one_axis_with_this_rank(ranks: Ranks) -> None:
@@ -193,23 +195,30 @@ def _check_meta(name: str) -> None:
             assert torch.equal(parameter.to_local(), expected), parameter_name
 
 
+def _reset(module: nn.Module) -> None:
+    if isinstance(module, ParallelModule):
+        module.reset_parameters()
+
+
 def _materialize(name: str) -> None:
-    """Draw under this package's engine, a unit at a time."""
+    """Draw under this package's engine, a unit at a time, and once more layer by layer."""
     data, tp = mesh_of(2, 2)
     with torch.device("meta"):
         model = build_model(CONFIGS[name])
     model.set_device_mesh(tp_mesh=tp)
     shard_by_ours(model, data)
-    torch.manual_seed(0)
-    megafsdp.materialize(model)
-    # As materialize() and apply() walk: children first.
     with torch.device("meta"):
         plain = build_model(CONFIGS[name])
     plain.to_empty(device="cpu")
-    torch.manual_seed(0)
-    plain.apply(lambda m: m.reset_parameters() if isinstance(m, ParallelModule) else None)
-    for (key, parameter), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(megafsdp.full_tensor(parameter.detach()), wanted), key
+    # As materialize() and apply() walk: children first.
+    for seed, draw in enumerate((megafsdp.materialize, lambda m: m.apply(_reset))):
+        torch.manual_seed(seed)
+        draw(model)
+        torch.manual_seed(seed)
+        plain.apply(_reset)
+        pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+        for (key, parameter), wanted in pairs:
+            assert torch.equal(megafsdp.full_tensor(parameter.detach()), wanted), key
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt"])
@@ -220,7 +229,7 @@ def test_initial_values_are_parts_of_the_whole_draw(ranks: Ranks, name: str) -> 
 
 
 def _check_ties() -> None:
-    _, tp = mesh_of(1, 2)
+    data, tp = mesh_of(1, 2)
     # Ours: one call for both users.
     model = build(CONFIG)
     model.set_device_mesh(tp_mesh=tp)
@@ -233,17 +242,18 @@ def _check_ties() -> None:
     assert both["a"].weight is both["b"].weight
     assert isinstance(both["a"].weight, DTensor)
     # torch's embedding and our output layer.
-    for style, is_taken in (
-        (RowwiseParallel(input_layouts=Replicate()), True),
-        (ColwiseParallel(), False),
+    for mesh, style, is_taken in (
+        (tp, RowwiseParallel(input_layouts=Replicate()), True),
+        (tp, ColwiseParallel(), False),
+        (data, RowwiseParallel(input_layouts=Replicate()), False),
     ):
         torch.manual_seed(0)
         table = nn.Embedding(8, 4)
         whole = table.weight.detach().clone()
-        parallelize_module(table, tp, style)
+        parallelize_module(table, mesh, style)
         output = OutputLayer(4, 8, tied_weight=table.weight)
         if not is_taken:
-            # Its columns are no rows of the vocabulary.
+            # Columns are no rows of the vocabulary, and ranks of another mesh have others.
             with pytest.raises(RuntimeError, match=_INSTRUCTION):
                 output.set_device_mesh(tp_mesh=tp)
             continue
