@@ -94,6 +94,9 @@ def test_fused_columns_are_refused() -> None:
     """Parts along dim 1 would make a row of several pieces."""
     with pytest.raises(NotImplementedError, match="parts along dim 1, which a model axis of 2"):
         part_of((4, 12), 1, 2, 0, FusedParts(("gate", "up"), (6, 6), dim=1))
+    # One rank, or one part, has them in one piece.
+    assert part_of((4, 12), 1, 1, 0, FusedParts(("gate", "up"), (6, 6), dim=1)).is_whole
+    assert part_of((4, 12), 1, 2, 1, FusedParts(("up",), (12,), dim=1)).pieces == ((6, 6),)
 
 
 def test_a_tensor_without_a_model_axis_is_whole() -> None:
