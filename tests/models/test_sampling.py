@@ -74,6 +74,16 @@ def test_an_empty_context_is_refused() -> None:
     """There is nothing to predict from."""
     with pytest.raises(ValueError, match="at least 1 token of context"):
         sample(_NextInteger(), torch.zeros(1, 0, dtype=torch.int64), num_tokens=1, max_context=4)
+    with pytest.raises(ValueError, match="at least 1 token of context"):
+        sample(_NextInteger(), torch.zeros(1, 2).long(), num_tokens=1, max_context=0)
+
+
+def test_a_number_of_tokens_below_zero_is_refused() -> None:
+    """Nothing is taken away from a text; no token leaves it as it is."""
+    text = torch.tensor([[3]])
+    with pytest.raises(ValueError, match=r"num_tokens >= 0.*got 1, -1"):
+        sample(_NextInteger(), text, num_tokens=-1, max_context=4)
+    assert torch.equal(sample(_NextInteger(), text, num_tokens=0, max_context=4), text)
 
 
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
@@ -101,9 +111,25 @@ def test_the_lowest_temperatures_take_the_likeliest_token(temperature: float) ->
 class _Ranked(nn.Module):
     """Likes the last of eight tokens most, and each before it a little less."""
 
+    def __init__(self, logits: Tensor | None = None) -> None:
+        super().__init__()
+        self.logits = torch.arange(8) / 10 if logits is None else logits
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the same logits everywhere."""
-        return (torch.arange(8) / 10).expand(*tokens.shape, 8)
+        return self.logits.expand(*tokens.shape, 8)
+
+
+def test_tokens_are_drawn_in_fp32() -> None:
+    """Of logits in bf16, whose probabilities bf16 would round to 8 bits."""
+    texts = []
+    logits = (torch.arange(8) / 10).bfloat16()
+    for model in (_Ranked(logits), _Ranked(logits.float())):
+        generator = torch.Generator().manual_seed(0)
+        begin = torch.zeros(5000, 1).long()
+        options = {"temperature": 0.7, "generator": generator}
+        texts.append(sample(model, begin, num_tokens=1, max_context=4, **options))
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(
