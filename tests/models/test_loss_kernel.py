@@ -106,6 +106,14 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+def test_a_cut_vocabulary_is_not_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see a rank's own columns alone."""
+    monkeypatch.setattr(loss_module, "cross_entropy", lambda *given: given)
+    group = SimpleNamespace()
+    assert masked_cross_entropy(*_problem(), tp_group=group)[-1] is group
+
+
+@pytest.mark.usefixtures("kernels")
 def test_an_evaluation_writes_no_gradient() -> None:
     """Without autograd the logits stay, also where they may be overwritten."""
     leaf, labels, mask = _problem()
