@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import megafsdp
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models import TransformerLayer
+from megafsdp.models.common import MLP
 from megafsdp.models.language_model import LanguageModel
-from megafsdp.models.moe import MoE
+from megafsdp.models.moe import MoE, SharedExperts
 from megafsdp.parallel import Router, end_router_step, parallelize, router_metrics
 from tests.parallel.cases import MOE, batch_of, build, wholes
 from tests.ranks import Ranks
@@ -49,6 +50,29 @@ def test_the_layer_equals_the_naive_formula(shared_width: int) -> None:
             out += gate * _expert(x[b, t], shared.linear_fc1.weight, shared.linear_fc2.weight)
         wanted[b, t] = out
     torch.testing.assert_close(layer(x), wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_routers_are_balanced_as_the_config_says() -> None:
+    """Each number of it reaches them."""
+    config = dataclasses.replace(
+        MOE,
+        norm_topk_prob=False,
+        router_balance="bias",
+        router_aux_loss_coefficient=0.25,
+        router_bias_update_rate=0.125,
+    )
+    router = MoE(config).router
+    assert (router.norm_topk_prob, router.balance) == (False, "bias")
+    assert (router.aux_loss_coefficient, router.bias_update_rate) == (0.25, 0.125)
+
+
+def test_gates_compute_in_the_dtype_of_their_weight() -> None:
+    """A policy may keep it in fp32; the result has the dtype of the input."""
+    layer = SharedExperts(dataclasses.replace(MOE, shared_expert_ffn_hidden_size=10)).bfloat16()
+    layer.gate_weight = nn.Parameter(torch.randn(1, MOE.hidden_size))
+    x = torch.randn(2, 5, MOE.hidden_size).bfloat16()
+    gate = (x.float() @ layer.gate_weight.T).sigmoid().bfloat16()
+    torch.testing.assert_close(layer(x), gate * MLP.forward(layer, x), rtol=0, atol=0)
 
 
 def _as_transformers(model: LanguageModel) -> Qwen3MoeForCausalLM:
