@@ -186,7 +186,7 @@ def test_padding_of_the_vocabulary_leaves_the_other_logits_alone() -> None:
 @pytest.mark.parametrize("preset", sorted(presets))
 def test_configs_survive_the_round_trip(preset: str) -> None:
     """Through Hugging Face's own config class and back nothing is lost."""
-    config = presets[preset]
+    config = dataclasses.replace(presets[preset], init_std=0.1)
     fields = config_to_hugging_face(config)
     config_class, _ = _CLASSES[str(fields["model_type"])]
     back = config_from_hugging_face(config_class(**fields).to_dict())
@@ -206,12 +206,12 @@ def test_padding_is_left_out_and_put_back() -> None:
 
 
 def test_a_config_of_transformers_4_is_read() -> None:
-    """There the rotary base stands at the top level and head_dim may be missing."""
+    """There the rotary base stands at the top level, and sizes of heads may be missing."""
     fields = dict(config_to_hugging_face(_config("llama", False, 2)), rope_scaling=None)
-    del fields["rope_parameters"], fields["head_dim"]
+    del fields["rope_parameters"], fields["head_dim"], fields["num_key_value_heads"]
     config = config_from_hugging_face(fields)
     assert config.rope_theta == 500.0
-    assert config.head_dim == 12
+    assert (config.head_dim, config.num_query_groups) == (12, 4)
     for key in ("type", "rope_type"):
         with pytest.raises(ConfigError, match=r"'default', got 'linear'.*rope_scaling\.rope_type"):
             config_from_hugging_face(fields | {"rope_scaling": {key: "linear", "factor": 2.0}})
@@ -285,6 +285,7 @@ def test_what_a_config_leaves_out_is_what_hugging_face_has(model_type: str) -> N
     assert config == config_from_hugging_face(filled)
     # Without a number GPT-2's MLP is four times as wide as the model.
     assert config.ffn_hidden_size == (4 * 48 if model_type == "gpt2" else 80)
+    assert config.head_dim == {"qwen3": 128, "qwen3_next": 256}.get(model_type, 48 // 4)
 
 
 def test_a_gpt_with_grouped_queries_has_no_hugging_face_form() -> None:
