@@ -33,6 +33,8 @@ def test_a_recipe_may_quantize_weights_alone() -> None:
         assert recipe.weight == recipe_of("nvfp4").weight
         assert recipe.input is None and recipe.grad is None
         assert not recipe.has_hadamard and not recipe.has_stochastic_rounding
+    # Histories of weights stay.
+    assert recipe_of("fp8_delayed", quantize_activations=False).history == 1024
 
 
 def test_an_unknown_recipe_is_refused_by_a_list_of_those_there_are() -> None:
