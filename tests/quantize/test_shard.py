@@ -102,6 +102,18 @@ def test_what_copies_the_buffers(recipe: str) -> None:
     assert isinstance(copy.deepcopy(weight), nn.Parameter)
 
 
+def test_copies_are_as_frozen_as_shared_and_have_gradients() -> None:
+    """As those of plain parameters: a frozen copy of a model stays frozen, and ties stay ties."""
+    weight = made("mxfp8")
+    weight.grad = torch.ones(ROWS, COLS, dtype=weight.dtype)
+    first, second = copy.deepcopy([weight, weight])
+    assert first is second and torch.equal(first.grad, weight.grad)
+    assert first.grad.data_ptr() != weight.grad.data_ptr()
+    weight.requires_grad_(False)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert isinstance(copied, nn.Parameter) and not copied.requires_grad
+
+
 _CUTS: dict[str, Callable[[QuantizedShard], Tensor]] = {
     "rows": lambda w: w[128:],
     "narrow": lambda w: w.narrow(0, 0, 128),
@@ -403,6 +415,11 @@ def test_stacks_are_cut_between_matrices() -> None:
         full = weight.detach().decode()
         for part, expected in zip(weight.detach().split(1), full.split(1), strict=True):
             assert isinstance(part, QuantizedShard) and torch.equal(part.decode(), expected)
+        assert torch.equal(weight.detach()[:, 32:64] + 0, full[:, 32:64])
+        with pytest.raises(RuntimeError, match="no cut along this dimension"):
+            weight.detach().narrow(1, 32, 32)
+        turned = weight.detach().transpose(1, 2)
+        assert torch.equal(turned[1:3] + 0, full.transpose(1, 2)[1:3])
         target = weight.detach().new_zeros(4, 128, 128)
         for k in range(4):
             target[k : k + 1].copy_(weight.detach()[k : k + 1])
