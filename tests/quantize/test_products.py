@@ -102,12 +102,14 @@ def _drawn(*shape: int, seed: int = 0) -> Tensor:
     return (values * torch.linspace(0.25, 4, shape[-1])).bfloat16()
 
 
-def _run(recipe: str, num_tokens: int, bias: Tensor | None = None) -> list[Tensor]:
-    weight = quantized(_drawn(160, 288, seed=1), recipe)
+def _run(
+    recipe: str, num_tokens: int, bias: Tensor | None = None, num_outputs: int = 160
+) -> list[Tensor]:
+    weight = quantized(_drawn(num_outputs, 288, seed=1), recipe)
     x = _drawn(num_tokens, 288).requires_grad_()
     y = F.linear(x, weight, bias)
     torch.manual_seed(0)
-    return [y, *torch.autograd.grad(y, (x, weight), _drawn(num_tokens, 160, seed=3))]
+    return [y, *torch.autograd.grad(y, (x, weight), _drawn(num_tokens, num_outputs, seed=3))]
 
 
 @pytest.mark.parametrize(
@@ -118,20 +120,21 @@ def _run(recipe: str, num_tokens: int, bias: Tensor | None = None) -> list[Tenso
         ("fp8_block", ["tiles", "tiles", "rows"]),
     ],
 )
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_outputs", "has_bias"), [(160, False), (160, True), (512, False)])
 def test_products_of_codes_equal_those_of_decoded_values(
     gpu: _StandIns,
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
     calls: list[str],
+    num_outputs: int,
     has_bias: bool,
 ) -> None:
-    """In the layout that the kernels want, for all three products."""
-    bias = _drawn(160, seed=4) if has_bias else None
-    found = _run(recipe, 144, bias)
+    """In the layout that the kernels want, for all three products; also of rows of four tiles."""
+    bias = _drawn(num_outputs, seed=4) if has_bias else None
+    found = _run(recipe, 144, bias, num_outputs)
     assert gpu.calls == calls
     monkeypatch.setattr(products, "_is_on_gpu", lambda values: False)
-    for got, want in zip(found, _run(recipe, 144, bias), strict=True):
+    for got, want in zip(found, _run(recipe, 144, bias, num_outputs), strict=True):
         # Decoded operands are rounded to bf16 first; sums of the two differ by that.
         assert (got - want).norm() < 4e-3 * want.norm()
     assert gpu.calls == calls
@@ -198,6 +201,7 @@ _FITTING = (144, 288, 160)
         ("fp8_current", {}, None),
         ("fp8_block", {}, None),
         ("fp8_current", {"capability": (8, 0)}, "begin at 8.9"),
+        ("fp8_current", {"capability": (8, 9)}, None),
         ("fp8_current", {"capability": (10, 0)}, None),
         ("fp8_block", {"capability": (10, 0)}, "blocks of 128 need 9.0"),
         ("fp8_block", {"cuda": (12, 8)}, "blocks of 128 need 9.0"),

@@ -416,6 +416,7 @@ def test_stacks_are_cut_between_matrices() -> None:
         for part, expected in zip(weight.detach().split(1), full.split(1), strict=True):
             assert isinstance(part, QuantizedShard) and torch.equal(part.decode(), expected)
         assert torch.equal(weight.detach()[:, 32:64] + 0, full[:, 32:64])
+        assert torch.equal(weight.detach().view(-1)[5] + 0, full.view(-1)[5])
         with pytest.raises(RuntimeError, match="no cut along this dimension"):
             weight.detach().narrow(1, 32, 32)
         turned = weight.detach().transpose(1, 2)

@@ -78,6 +78,7 @@ _DECODED: dict[str, Callable[[Tensor], Tensor]] = {
     "concatenation": lambda w: torch.cat([w, w]),
     "another shape": lambda w: w.view(32, 64) + 0,
     "flat": lambda w: w.view(-1) + 0,
+    "other strides": lambda w: w.as_strided((64, 32), (1, 64)) + 0,
     "rows": lambda w: w[3:7] + 0,
     "one row": lambda w: w[5] + 0,
     "embedding": lambda w: F.embedding(torch.tensor([1, 5]), w),
@@ -235,6 +236,10 @@ def _receive() -> None:
         assert torch.equal(other, values)
         dist.recv(other.zero_(), 0)
         assert torch.equal(other, values)
+    # A root is counted within its group.
+    alone = dist.new_group([1])
+    if rank == 1:
+        dist.broadcast(made.detach(), 1, group=alone)
     assert torch.equal(made.decode(), values)
 
 
