@@ -149,7 +149,6 @@ class QuantizedShard(GatheredRows):
         made = _clone(self)
         made.main = _copied_main(self, lambda values: copy.deepcopy(values, memo))
         copied: Tensor = nn.Parameter(made) if isinstance(self, nn.Parameter) else made
-        memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
         if self.is_leaf and self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
