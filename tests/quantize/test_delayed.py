@@ -167,7 +167,9 @@ def test_a_load_of_another_length_keeps_the_newest(length: int, wanted: list[flo
     """A longer history is cut at its old end, a shorter one filled with steps that were not."""
     state = DelayedState(length)
     history = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    state.record(INPUT, _bits(9.0))
     state.load(history, history, history)
+    assert not state.pending().any(), "what was recorded before belongs to other weights"
     assert state.weight_history.tolist() == [wanted] and state.input_history.tolist() == wanted
     assert _used(state, GRAD) == [4.0]
 
