@@ -14,6 +14,7 @@ from megafsdp.buffer.layout import FlatLayout, TensorSpec
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import ByteLedger, Category
 from megafsdp.mesh.placement import Residence
+from tests.buffer.classes_apart import classes_apart
 from tests.buffer.cuts import random
 from tests.ranks import Ranks
 
@@ -22,7 +23,8 @@ SHAPES = [(9, 7), (4, 11), (100,), (3, 2, 7), (1, 11), (1,)]
 
 def _layout(num_shards: int) -> FlatLayout:
     specs = [TensorSpec(f"t{i}", shape) for i, shape in enumerate(SHAPES)]
-    layout = plan_layout(specs, num_shards)
+    with classes_apart():
+        layout = plan_layout(specs, num_shards)
     assert len(layout.sub_buffers) > 1
     return layout
 

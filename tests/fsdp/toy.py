@@ -110,7 +110,8 @@ def full_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.
     that its layout says. That is an oracle for ``full_tensor()``, and much faster for many.
     """
     uneven = {name: t for name, t in tensors.items() if isinstance(t, UnevenDTensor)}
-    own = {name: (t.uneven_layout.regions(), t.local.cpu()) for name, t in uneven.items()}
+    # Copies: torch would pickle the whole flat buffer with each view of it.
+    own = {name: (t.uneven_layout.regions(), t.local.cpu().clone()) for name, t in uneven.items()}
     by_rank: list[dict[str, tuple[list[Region], torch.Tensor]]] = [own] * dist.get_world_size()
     # Alone there is nobody to ask, and tests count what one rank issues.
     if len(by_rank) > 1:

@@ -156,6 +156,17 @@ class UnevenLayout:
         start = min(max(index * self.shard_numel - self.buffer_offset, 0), numel)
         return start, min(max((index + 1) * self.shard_numel - self.buffer_offset, start), numel)
 
+    def cuts_as(self, other: UnevenLayout) -> bool:
+        """Return whether each shard has the same elements of its tensor as another layout's."""
+        if self == other:
+            return True
+        # Tensors of one shape at other places of their sub-buffers may be cut alike, or not at all.
+        is_comparable = self.part == other.part and self.num_shards == other.num_shards
+        shards = range(self.num_shards)
+        return is_comparable and all(
+            self.element_range(s) == other.element_range(s) for s in shards
+        )
+
     def local_shape(self, shard: int | None = None) -> tuple[int, ...]:
         """Return the shape of a shard's local tensor, made of rows of the part."""
         start, stop = self.element_range(shard)

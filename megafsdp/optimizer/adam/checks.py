@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.states.formats import is_scaled
@@ -144,7 +144,7 @@ def check_capturable(dtypes: Iterable[torch.dtype], has_remainders: bool) -> Non
 
 
 def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = None) -> None:
-    """Check that a gradient is dense, and a DTensor exactly if its parameter is one.
+    """Check that a gradient is dense, and cut as its parameter is.
 
     Args:
         parameter: The parameter.
@@ -152,7 +152,8 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
         name: The parameter's name, if the optimizer was given one.
 
     Raises:
-        RuntimeError: It is sparse, or only one of the two is a DTensor.
+        RuntimeError: It is sparse, only one of the two is a DTensor, or it has other rows, as the
+            gradient of another parameter has; then on all ranks.
     """
     if grad.is_sparse:
         raise RuntimeError(
@@ -163,16 +164,25 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
                 hint="Build the embedding with sparse=False",
             )
         )
-    # A plain gradient of a sharded parameter may have other rows even if the shapes agree.
-    if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
+    # The rows may be others even if the local shapes agree.
+    is_one_plain = isinstance(parameter, DTensor) != isinstance(grad, DTensor)
+    if is_one_plain or not _are_rows_alike(parameter, grad):
         raise RuntimeError(
             expected(
                 f"a gradient kept as its parameter, a {type(parameter).__name__}",
-                f"a {type(grad).__name__}",
+                f"a {type(grad).__name__}"
+                if is_one_plain
+                else "one that is cut between other rows",
                 where=_described(parameter, name),
                 hint="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
             )
         )
+
+
+def _are_rows_alike(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+    if not isinstance(parameter, UnevenDTensor):
+        return True
+    return isinstance(grad, UnevenDTensor) and parameter.uneven_layout.cuts_as(grad.uneven_layout)
 
 
 def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:

@@ -296,7 +296,7 @@ class FusedAdam(Optimizer):
         Raises:
             ValueError: A parameter is the original that ``fully_shard`` has replaced, or a group's
                 hyperparameter is out of range; nothing is stepped.
-            RuntimeError: A gradient is sparse, or not a DTensor like its parameter.
+            RuntimeError: A gradient is sparse, or not cut like its parameter.
         """
         loss = None
         measured, self._measured = self._measured, None

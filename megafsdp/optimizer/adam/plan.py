@@ -188,7 +188,7 @@ class GroupPlan:
             attribute: Name of the parameters' attribute with the gradients.
 
         Raises:
-            RuntimeError: A gradient is sparse, or not a DTensor like its parameter.
+            RuntimeError: A gradient is sparse, or not cut like its parameter.
         """
         found = FoundGrads()
         # Skip __torch_function__: sharded parameters do not override attribute reads.

@@ -201,7 +201,7 @@ class Muon(Optimizer):
 
         Raises:
             ValueError: An option of a group is out of range; nothing has changed.
-            RuntimeError: A gradient is sparse, or not a DTensor like its parameter; nothing has
+            RuntimeError: A gradient is sparse, or not cut like its parameter; nothing has
                 changed.
         """
         loss = None

@@ -166,29 +166,10 @@ class HostPlan(GroupPlan):
             grad = getattr(parameter, attribute, None)
             if grad is not None:
                 check_grad(parameter, grad)
-                _check_rows(parameter, grad)
                 # The user has dropped the states, or this is the first step.
                 if not states_by_parameter.get(parameter):
                     self._host.begin_again(parameter)
         return found
-
-
-def _check_rows(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Check that a gradient, perhaps another parameter's, has this rank's rows of its parameter.
-
-    Raises:
-        RuntimeError: It has others; copied to the host they would fill the wrong elements.
-    """
-    own, got = (tuple(local_tensor(t).shape) for t in (parameter, grad))
-    if own != got:
-        raise RuntimeError(
-            expected(
-                f"a gradient with this rank's rows of its parameter, of local shape {own}",
-                f"local shape {got}",
-                where=f"a parameter of shape {tuple(parameter.shape)} that is stepped on the host",
-                hint="Assign a tensor made with torch.zeros_like(parameter), filled by copy_()",
-            )
-        )
 
 
 @dataclass(eq=False)

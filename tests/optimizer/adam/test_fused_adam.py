@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from megafsdp import (
     FusedAdam,
     MixedPrecisionPolicy,
+    Muon,
     full_state_dict,
     full_tensor,
     fully_shard,
@@ -500,6 +501,27 @@ def _swaps_gradients() -> None:
 def test_gradients_that_were_swapped_and_states_that_were_replaced_count(ranks: Ranks) -> None:
     """A step reads what parameters and states have, wherever it lies in flat buffers."""
     ranks(2).run(_swaps_gradients)
+
+
+def _swaps_gradients_of_other_rows(optimizer_class: Callable[..., torch.optim.Optimizer]) -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    optimizer = optimizer_class(net.parameters(), lr=0.1)
+    net(torch.ones(2, 6)).square().sum().backward()
+    before = full_state_dict(net)
+    first, second = net[0].weight, net[1].weight
+    first.grad, second.grad = second.grad, first.grad
+    with pytest.raises(RuntimeError, match="cut between other rows"):
+        optimizer.step()
+    after = full_state_dict(net)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("optimizer_class", [FusedAdam, Muon])
+def test_gradients_of_other_rows_are_refused_on_all_ranks(
+    ranks: Ranks, optimizer_class: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Each of two ranks has one layer, and the gradients of the other."""
+    ranks(2).run(_swaps_gradients_of_other_rows, optimizer_class)
 
 
 class _Maps(nn.Module):
