@@ -56,6 +56,8 @@ _CLASS_NAMES = MappingProxyType(
 )
 # Widths of a head if the config has none; for other model types heads then fill the hidden size.
 _HEAD_DIMS = MappingProxyType({"qwen3": 128, "qwen3_next": 256})
+# Query groups if the config names none; for other model types, or with null, one for each head.
+_QUERY_GROUPS = MappingProxyType({"qwen3": 32, "qwen3_moe": 4, "qwen3_next": 2})
 # Our names of the sizes of linear attention, and Hugging Face's.
 _LINEAR_SIZES = MappingProxyType(
     {
@@ -160,7 +162,11 @@ def _from_rotary(fields: Fields) -> ModelConfig:
         num_layers=_integer(fields, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
-        num_query_groups=_integer(fields, "num_key_value_heads", default=num_heads),
+        num_query_groups=_integer(
+            {"num_key_value_heads": _QUERY_GROUPS.get(architecture)} | dict(fields),
+            "num_key_value_heads",
+            default=num_heads,
+        ),
         head_dim=_integer(
             fields, "head_dim", default=_HEAD_DIMS.get(architecture, hidden_size // num_heads)
         ),

@@ -288,6 +288,16 @@ def test_what_a_config_leaves_out_is_what_hugging_face_has(model_type: str) -> N
     assert config.head_dim == {"qwen3": 128, "qwen3_next": 256}.get(model_type, 48 // 4)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_next"])
+def test_query_groups_that_a_config_leaves_out_are_those_of_hugging_face(model_type: str) -> None:
+    """Each class has its own number."""
+    fields = config_to_hugging_face(_config(model_type, False, 2)) | {"num_attention_heads": 64}
+    del fields["num_key_value_heads"]
+    config_class, _ = _CLASSES[model_type]
+    wanted = config_class(**fields).num_key_value_heads
+    assert config_from_hugging_face(fields).num_query_groups == wanted
+
+
 def test_a_gpt_with_grouped_queries_has_no_hugging_face_form() -> None:
     """Hugging Face's GPT-2 knows neither groups nor heads of another width."""
     config = _config("gpt2", False, 4)
