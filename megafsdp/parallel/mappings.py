@@ -106,5 +106,4 @@ def run_exchange(
 
 
 def _unchanged(x: Tensor) -> Tensor:
-    # Autograd would treat the same object as a view of the input and forbid writing to it.
-    return x.view_as(x)
+    return x

@@ -369,7 +369,6 @@ class _TwoNames(nn.Module):
         self.register_buffer("total", self.count)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def _tied(salt: int) -> Toy:
     model = Toy()
     fill(model, salt)
@@ -388,6 +387,7 @@ def test_tied_tensors_without_memory_stay_tied(tmp_path: Path) -> None:
     assert differences(source.state_dict(), model.state_dict()) == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_module_of_two_names_is_stored_under_both(tmp_path: Path) -> None:
     """A model without the tie, a plain ``load_state_dict`` and torch's own load find all names."""
     model = _TwoNames()
