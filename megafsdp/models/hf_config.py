@@ -154,6 +154,8 @@ def _from_rotary(fields: Fields) -> ModelConfig:
     architecture: _Rotary = fields["model_type"]  # type: ignore[assignment]
     hidden_size = _integer(fields, "hidden_size")
     num_heads = _integer(fields, "num_attention_heads")
+    is_left_out = "num_key_value_heads" not in fields
+    num_groups = _QUERY_GROUPS.get(architecture, num_heads) if is_left_out else num_heads
     more = _mixture_sizes(fields) if architecture in ("qwen3_moe", "qwen3_next") else {}
     if architecture == "qwen3_next":
         more |= _hybrid_sizes(fields)
@@ -162,11 +164,7 @@ def _from_rotary(fields: Fields) -> ModelConfig:
         num_layers=_integer(fields, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
-        num_query_groups=_integer(
-            {"num_key_value_heads": _QUERY_GROUPS.get(architecture)} | dict(fields),
-            "num_key_value_heads",
-            default=num_heads,
-        ),
+        num_query_groups=_integer(fields, "num_key_value_heads", default=num_groups),
         head_dim=_integer(
             fields, "head_dim", default=_HEAD_DIMS.get(architecture, hidden_size // num_heads)
         ),
