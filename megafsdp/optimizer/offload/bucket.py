@@ -89,9 +89,10 @@ class Bucket:
     def copy_grads(self, grads: torch.Tensor, *, has_norm: bool = False) -> GradientCopy:
         """Issue the copy of a main gradient, 1-D like the bucket, unless it was issued before."""
         # It may have been issued in backward, and is reused unless the gradients have changed.
-        if self.copy is None or not self.copy.is_of(grads):
-            return self.copy_pieces([(0, grads)], has_norm=has_norm)
-        return self.copy
+        # Changes of replicated gradients, which are plain DTensors, cannot be noticed.
+        if self.group.axes.is_sharded and self.copy is not None and self.copy.is_of(grads):
+            return self.copy
+        return self.copy_pieces([(0, grads)], has_norm=has_norm)
 
     def copy_pieces(
         self, pieces: Sequence[tuple[int, torch.Tensor]], *, has_norm: bool = False

@@ -75,7 +75,7 @@ def make_net(case: Case) -> Net:
 def make_optimizer(net: nn.Module, case: Case, **options: Any) -> FusedAdam:
     """Return FusedAdam or the hybrid, with two groups of the parameters that are not frozen."""
     decays = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
+    others = [p for p in net.parameters() if p.requires_grad and p.ndim <= 1]
     groups = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
     if case.fraction is None:
         return FusedAdam(groups, max_grad_norm=case.max_grad_norm, **_ADAM)

@@ -267,6 +267,32 @@ def test_a_plain_loop_clips_and_edits_gradients_as_ever(
     ranks(2).run(_plain_loop, clip)
 
 
+def _edited_between_steps(strategy: str) -> None:
+    found = []
+    for fraction in (None, 1.0):
+        net = Net()
+        net.scale = nn.Parameter(torch.ones(()))  # Replicated under every strategy.
+        net.norm.register_forward_hook(lambda _, inputs, output, net=net: output * net.scale)
+        net = shard(net, strategy=strategy)
+        optimizer = make_optimizer(net, Case(fraction))
+        backward(net, 0)
+        optimizer.step()
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.synchronize()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.grad.mul_(1.5)
+        optimizer.step()
+        found.append(local_bits(net, optimizer))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_gradients_may_be_edited_and_stepped_again(ranks: Ranks, strategy: str) -> None:
+    """Also those of replicated parameters, of which the host has a copy from the last step."""
+    ranks(2).run(_edited_between_steps, strategy)
+
+
 def _states_rest_without_gradients(fraction: float) -> None:
     net = Net()
     net.blocks[1].norm.requires_grad_(False)
