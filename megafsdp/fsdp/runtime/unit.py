@@ -26,6 +26,7 @@ from megafsdp.device.torch_private import (
     base_of,
     end_graph,
     is_backward_running,
+    is_called_within,
     untraced_frame,
     untraced_hook,
     without_dynamo,
@@ -300,6 +301,11 @@ class FSDPUnit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         refuse_transforms(self.name)
         context, run = self.require_context(), self._run
+        if run is not None and self.is_in_forward_of(module) and is_called_within(module):
+            # The module's forward, or a registered method, calls the module itself.
+            run.num_nested += 1
+            context.begin_part(self)
+            return self.prepare_inputs(args, kwargs)
         goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
         if not goes_on and not _is_in_backward():
             refuse_changed_modules(self, context)
@@ -362,11 +368,12 @@ class FSDPUnit:
     @untraced_hook
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
-        output = map_tensors(output, self._copied_if_own)
-        output = cast_floating(output, self.policy.output_dtype)
+        context, run = self.require_context(), self._run
+        if run is not None and run.num_nested:
+            return self.end_part(output)
+        output = self._finished(output)
         if self._phase is Phase.BACKWARD:
             return output
-        context, run = self.require_context(), self._run
         is_partial = run is not None and not run.end(module)
         token = None if run is None else run.token
         if run is not None and is_partial:
@@ -387,6 +394,10 @@ class FSDPUnit:
         self._watch_outputs(token, output)
         self._end_run(is_reserved=is_reserved)
         return output
+
+    def _finished(self, output: Any) -> Any:
+        output = map_tensors(output, self._copied_if_own)
+        return cast_floating(output, self.policy.output_dtype)
 
     def _copied_if_own(self, output: torch.Tensor) -> torch.Tensor:
         """Return a copy of an output that is a parameter of the unit, or a view of one.
@@ -460,6 +471,9 @@ class FSDPUnit:
         # Recomputation stops early on purpose, once it has made what backward needs. A unit whose
         # backward has not begun by then may have none, and rests meanwhile.
         run = self._run
+        if run is not None and run.num_nested:
+            run.num_nested -= 1
+            return
         if self._phase is not Phase.FORWARD or run is None or not run.has_to_end(module):
             return
         self._run = None
@@ -497,8 +511,8 @@ class FSDPUnit:
         )
 
     def end_part(self, output: Any) -> Any:
-        """End a method that the forward has called; the forward continues, unsharded."""
-        output = cast_floating(output, self.policy.output_dtype)
+        """End a part of the forward, such as a method; the forward continues, unsharded."""
+        output = self._finished(output)
         if torch.is_grad_enabled():
             # Watch outputs also if the forward was cut short by an interrupt before (no token).
             hook = BackwardHook(self, None if self._run is None else self._run.token)
