@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGrou
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.policy_names import UnitNames
+from megafsdp.fsdp.runtime.guards import refuse_gradient
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import joined_mesh
@@ -473,6 +475,8 @@ def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
         # Mark the unsharded one too: within summon_full_params() model.parameters() returns it.
         for parameter in (item.parameter, item.record.unsharded):
             setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
+        if item.parameter.requires_grad:
+            item.parameter.register_hook(partial(refuse_gradient, item.record.name, unit_name))
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:

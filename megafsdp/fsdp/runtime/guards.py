@@ -193,6 +193,22 @@ def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | Non
             )
 
 
+def refuse_gradient(name: str, unit_name: str, grad: torch.Tensor) -> NoReturn:
+    """Raise in a backward that reaches a parameter that ``fully_shard`` has replaced; local.
+
+    No unit would reduce the gradient, and no optimizer would step with it.
+    """
+    raise RuntimeError(
+        expected(
+            f"the gradient of the sharded parameter '{name}'",
+            "one of the parameter that it has replaced",
+            where=f"a backward of unit {unit_name}",
+            hint="Read parameters as attributes of their modules: a list or variable from before "
+            "fully_shard() has the old ones, with their old values",
+        )
+    )
+
+
 def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
     """Raise if a parameter of a group was replaced in its module; local.
 
