@@ -56,6 +56,14 @@ def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     return context
 
 
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set what :func:`version_of` returns for each tensor.
+
+    Public: none. 2.11 to 2.14.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def base_of(view: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that a view was made from; None for a tensor that is no view.
 
