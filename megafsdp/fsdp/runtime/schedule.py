@@ -356,6 +356,12 @@ class FSDPContext:
         if not is_graph_built:
             self._release_all()
 
+    def end_unseen_backward(self) -> None:
+        """End a backward that ran within the root's forward, and that no output of a unit began."""
+        if any(group.gradients.has_grads for group in self.groups):
+            self.has_unfinished_backward = True
+            self.end_backward()
+
     @untraced_hook
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:
         """Begin a unit's backward: a gradient of one of its outputs has arrived."""

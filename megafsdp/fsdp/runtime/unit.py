@@ -419,6 +419,7 @@ class FSDPUnit:
             self._release_after_forward(is_graph_built=is_graph_built)
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
+            context.end_unseen_backward()
 
     def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
         """Register hooks on a module's outputs, at which backward begins."""

@@ -251,6 +251,23 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
 
 
+def _goes_back_alone(strategy: str) -> None:
+    reference = _GoesBackInForward()
+    net = fully_shard(copy.deepcopy(reference), strategy=strategy)
+    for step in range(2):
+        x = _inputs(step)
+        for rows in x:
+            reference(rows, 1 / len(x))
+        net(x[dist.get_rank()])
+        assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_without_inner_units_may_go_backward(ranks: Ranks, strategy: str) -> None:
+    """No output begins that backward; its gradients are reduced when the forward ends."""
+    ranks(2).run(_goes_back_alone, strategy)
+
+
 class _Penalised(nn.Module):
     """Keeps a penalty of its weight as an attribute."""
 
