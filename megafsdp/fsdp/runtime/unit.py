@@ -301,8 +301,9 @@ class FSDPUnit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         refuse_transforms(self.name)
         context, run = self.require_context(), self._run
-        if run is not None and self.is_in_forward_of(module) and is_called_within(module):
-            # The module's forward, or a registered method, calls the module itself.
+        # The module's forward, or a registered method, may call the module itself.
+        is_nested = run is not None and run.is_running(module) and is_called_within(module)
+        if run is not None and is_nested and self._phase is Phase.FORWARD:
             run.num_nested += 1
             context.begin_part(self)
             return self.prepare_inputs(args, kwargs)
@@ -320,6 +321,8 @@ class FSDPUnit:
             return args, kwargs
         if run is None or not goes_on:
             self._run = run = ModuleRun(self.modules)
+            # A backward within the outer call has ended its run: it goes on with this one.
+            run.num_nested = int(is_nested)
         run.begin(module)
         if self._phase is Phase.FORWARD and goes_on:
             return args, kwargs

@@ -39,6 +39,39 @@ class _Learner(Net):
         return self.scale * self(tokens, labels) + self.scale * self(labels, tokens)
 
 
+class _Looping(_Learner):
+    """Goes backward itself, several times in one method."""
+
+    def loop(self, microbatches: list[Any]) -> None:
+        """Add the gradients of microbatches."""
+        for tokens, labels in microbatches:
+            loss = self(tokens, labels) * self.scale + self.head.weight.square().mean()
+            loss.backward()
+
+
+def _backwards_within_a_method(register: Callable[[nn.Module, str], None]) -> None:
+    for options in options_of_strategies():
+        reference = _Looping()
+        net: Any = shard(copy.deepcopy(reference), **options)
+        register(net, "loop")
+        for step in range(2):
+            both = batches(2, seed=step)
+            reference.loop(both)
+            net.loop([mine(batch) for batch in both])
+            assert_same_grads(net, reference)
+            assert net._fsdp_unit().is_resting
+
+
+@pytest.mark.parametrize(
+    "register", [register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method]
+)
+def test_a_registered_method_may_go_forward_and_backward_in_a_loop(
+    ranks: Ranks, register: Callable[[nn.Module, str], None]
+) -> None:
+    """After each forward the parameters are full again."""
+    ranks(2).run(_backwards_within_a_method, register)
+
+
 class _Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
