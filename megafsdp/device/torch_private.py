@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -55,6 +56,14 @@ def preserving_versions(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     return context
 
 
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set what :func:`version_of` returns for each tensor.
+
+    Public: none. 2.11 to 2.14.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def base_of(view: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that a view was made from; None for a tensor that is no view.
 
@@ -69,6 +78,21 @@ def is_backward_running() -> bool:
     Public: none. 2.11 to 2.14.
     """
     return torch._C._current_graph_task_id() >= 0
+
+
+# The functions below which a module's forward runs: nn.Module's, ours and torch's for methods.
+_CALLS = frozenset({"_call_impl", "run_as_forward", "wrapped_method"})
+
+
+def is_called_within(module: nn.Module) -> bool:
+    """Return whether the call of a module that runs now is within another one, on this thread.
+
+    Hooks alone cannot tell: no hook sees a KeyboardInterrupt end the outer call.
+    Public: none. 2.11 to 2.14.
+    """
+    frames = (f for f, _ in traceback.walk_stack(None) if f.f_code.co_name in _CALLS)
+    called = [f.f_locals.get("module", f.f_locals.get("self")) is module for f in frames]
+    return sum(called) > 1
 
 
 def func_transforms() -> list[str]:

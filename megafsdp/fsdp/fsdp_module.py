@@ -431,7 +431,8 @@ class FSDPModule(_Mixin):
         # Inside a backward (in a hook that steps), other units still need their sums.
         if not is_backward_running():
             self._discard_unreduced_grads()
-        super().zero_grad(set_to_none)
+        # The method of a user's class may have no parameter.
+        super().zero_grad(*(() if set_to_none else (False,)))
         for parameter in hidden_parameters(self).values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None

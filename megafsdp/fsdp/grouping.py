@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGrou
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.policy_names import UnitNames
+from megafsdp.fsdp.runtime.guards import refuse_gradient
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import joined_mesh
@@ -239,7 +241,7 @@ def find_parameters(
             Or a name in the policy matches only parameters of inner units, which have another
             policy.
         NotImplementedError: A parameter is of a subclass other than DTensor, complex, or
-            floating-point of 8 bits.
+            floating-point of 8 bits, or of a module that ``torch.jit`` has compiled.
     """
     ignored_ids = _ids_of(ignored)
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
@@ -262,6 +264,7 @@ def find_parameters(
                     continue
                 # A tied parameter is found again under each of its names: one record, all owners.
                 if id(parameter) not in found:
+                    _check_module(name, module)
                     _check(name, parameter)
                     record = ManagedParameter(name, [], parameter.shape)
                     found[id(parameter)] = FoundParameter(parameter, record)
@@ -472,6 +475,8 @@ def claim(found: Sequence[FoundParameter], unit_name: str) -> None:
         # Mark the unsharded one too: within summon_full_params() model.parameters() returns it.
         for parameter in (item.parameter, item.record.unsharded):
             setattr(parameter, _OWNER_ATTRIBUTE, (unit_name, item.record.name))
+        if item.parameter.requires_grad:
+            item.parameter.register_hook(partial(refuse_gradient, item.record.name, unit_name))
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:
@@ -488,6 +493,20 @@ def _check_owner(name: str, root: nn.Module, group: ParameterGroup, *, is_below:
                 f"'{name}', which unit '{group.label}' owns",
                 where="fully_shard()",
                 hint="Call fully_shard() on inner units first, on the root last",
+            )
+        )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    # It takes no hooks, and reads other parameters than those that are put into it.
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotImplementedError(
+            expected(
+                "parameters of Python modules",
+                f"'{name}', of a module that torch.jit has compiled",
+                where="fully_shard()",
+                hint="Shard the module that was compiled, with torch.compile() for speed; or name "
+                "its parameters in ignored_params",
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -95,6 +96,15 @@ def _wrong_parameters() -> None:
     block.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     _refused(lambda: fully_shard(block), NotImplementedError, ["'codes'", "ignored_params"])
     fully_shard(block, ignored_params=[block.codes])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled = torch.jit.script(nn.Linear(12, 12))
+    net = nn.Sequential(nn.Linear(12, 12), compiled)
+    words = ["'1.weight'", "torch.jit", "ignored_params"]
+    _refused(lambda: fully_shard(net), NotImplementedError, words)
+    _refused(lambda: fully_shard(compiled), NotImplementedError, words[1:])
+    fully_shard(net, ignored_params=list(compiled.parameters()))
+    assert net(torch.ones(2, 12)).shape == (2, 12)
 
 
 def _wrong_mesh() -> None:

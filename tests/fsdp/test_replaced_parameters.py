@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from megafsdp import fully_shard, summon_full_params
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -55,6 +56,15 @@ def _prune(net: Net) -> None:
         prune.identity(net.blocks[1].up, "bias")
 
 
+class _Transposing(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.t().t()
+
+
+def _parametrize(net: Net) -> None:
+    register_parametrization(net.blocks[1].up, "weight", _Transposing(), unsafe=True)
+
+
 def _assign_dtensor(net: Net) -> None:
     weight = net.blocks[1].up.weight
     full = torch.zeros(weight.shape)
@@ -71,6 +81,11 @@ CHANGES: dict[Callable[[Net], None], tuple[str, ...]] = {
     _tie: ("'norm.weight' of shape (12,)", "'norm.weight' of unit 'Net'", "before fully_shard()"),
     _remove: ("'up.bias' of shape (60,)", "none, in its place", "Assign it before"),
     _prune: ("'up.bias' of shape (60,)", "'bias' of Linear", "unit 'blocks.1'"),
+    _parametrize: (
+        "'up.weight' of shape (60, 12)",
+        "a parametrization of it",
+        "before fully_shard()",
+    ),
     _assign_dtensor: ("'up.weight' of shape (60, 12)", "of shape (60, 12)", "'weight' of Linear"),
 }
 
@@ -93,11 +108,19 @@ def _changed(net: Net, change: Callable[[Net], None]) -> Iterator[None]:
     own = [
         (kept, dict(kept))
         for module in net.modules()
-        for kept in (module._parameters, module._buffers, module._forward_pre_hooks)
+        for kept in (
+            module._parameters,
+            module._buffers,
+            module._modules,
+            module._forward_pre_hooks,
+        )
     ]
     attributes = [(module, set(vars(module))) for module in net.modules()]
+    classes = [(module, type(module)) for module in net.modules()]
     change(net)
     yield
+    for module, cls in classes:
+        module.__class__ = cls
     for kept, before in own:
         kept.clear()
         kept.update(before)

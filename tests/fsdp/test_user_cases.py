@@ -894,3 +894,21 @@ def _saved_after_an_error() -> None:
 def test_a_save_after_an_exception_says_how_to_come_to_rest(ranks: Ranks) -> None:
     """A loop that catches it and saves is at no fault of its own."""
     ranks(2).run(_saved_after_an_error)
+
+
+class _ClearsAlone(Block):
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+def _clears_alone() -> None:
+    net = fully_shard(_ClearsAlone())
+    net(torch.ones(2, WIDTH)).sum().backward()
+    net.zero_grad()
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_class_may_clear_gradients_in_its_own_way(ranks: Ranks) -> None:
+    """Its method without a parameter is called as it is."""
+    ranks(2).run(_clears_alone)

@@ -456,3 +456,30 @@ def _outer_called_from_within() -> None:
 def test_a_root_cannot_adopt_a_unit_at_work(ranks: Ranks) -> None:
     """What the unit has recorded of its forward would be lost with its schedule."""
     ranks(1).run(_outer_called_from_within)
+
+
+class _Keeping(nn.Module):
+    """Computes with a list of its parameters that it made when it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(12, 12)), nn.Parameter(torch.ones(12))
+        self.kept = [self.weight, self.bias]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, *self.kept)
+
+
+def _kept_parameters() -> None:
+    for strategy in ("optim_grads_params", "no_shard"):
+        net = nn.Sequential(nn.Linear(12, 12), _Keeping())
+        fully_shard(net[1], strategy=strategy)
+        fully_shard(net, strategy=strategy)
+        loss = net(torch.ones(2, 12)).sum()
+        with pytest.raises(RuntimeError, match=r"'(weight|bias)', got one of .* it has replaced"):
+            loss.backward()
+
+
+def test_gradients_of_replaced_parameters_are_refused(ranks: Ranks) -> None:
+    """A module that keeps its parameters in a list would train values that nobody steps."""
+    ranks(2).run(_kept_parameters)

@@ -37,6 +37,7 @@ _OPERATIONS: dict[str, str] = {
     "megafsdp.mark_main_weights_changed(module)",
     "assignment": "Assign it before fully_shard(); later write values, by parameter.copy_() under "
     "torch.no_grad(), load_state_dict() or megafsdp.load_full_state_dict()",
+    "parametrization": _BEFORE,
     "tie": "Tie parameters before fully_shard(), and give their modules to one unit",
     "register_hook": "Call register_post_accumulate_grad_hook() and read or change .grad in it",
     "load of a full tensor": "Load a model by megafsdp.load_full_state_dict(), or after reshard() "

@@ -104,7 +104,9 @@ class CastWeight(GatheredWeight):
         # Without .data ``rows`` share their count of writes, so that autograd notices a write to a
         # main weight that it has saved.
         own = rows if self._full is self._main else self._full.tensor(index).data
-        return own.view(shape)
+        tensor = own.view(shape)
+        self._readable.append(tensor)
+        return tensor
 
     def mark_stale(self) -> None:
         """Note that the main weight changed: the next unshard refreshes, once."""

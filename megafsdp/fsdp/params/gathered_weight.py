@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
+from megafsdp.device.torch_private import set_versions, version_of
 from megafsdp.fsdp.params.gather_sources import GatherSource, OuterJoin, SliceSource
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Quantization
@@ -147,6 +148,10 @@ class GatheredWeight:
         # The gather under way, and what it reads.
         self._gather: tuple[Pending, GatherSource, DBuffer] | None = None
         self._slice: SliceSource | None = None
+        # Tensors over the full buffer, and their versions while it is not there: autograd then
+        # refuses to read them, where it would read freed memory or a gather under way.
+        self._readable: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def assemble(
         self, index: int, shape: torch.Size, name: str, rows: torch.Tensor
@@ -258,6 +263,9 @@ class GatheredWeight:
         pending.wait()
         source.release_input()
         self._gather = None
+        if self._versions:
+            set_versions(self._readable, self._versions)
+            self._versions = []
 
     def release(self) -> None:
         """Free the full buffer, unless it is persistent."""
@@ -265,6 +273,8 @@ class GatheredWeight:
             # A gather that nothing read may still write to the memory.
             self.finish_unshard()
             self._full.storage.release()
+            self._versions = [version_of(tensor) for tensor in self._readable]
+            torch.autograd.graph.increment_version(self._readable)
 
     def release_to_slice(self, group: dist.ProcessGroup) -> None:
         """Free the full buffer except a slice, to gather again over fewer ranks; local.

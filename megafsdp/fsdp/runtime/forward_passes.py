@@ -95,14 +95,16 @@ class ModuleRun:
 
     Attributes:
         token: The forward in autograd's graph; None without a graph.
+        num_nested: How many calls of a module within its own forward have begun and not ended.
     """
 
-    __slots__ = ("_begun", "_to_end", "token")
+    __slots__ = ("_begun", "_to_end", "num_nested", "token")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._to_end = {id(module) for module in modules}
         self._begun: set[int] = set()
         self.token: ForwardToken | None = None
+        self.num_nested = 0
 
     def begin(self, module: nn.Module) -> None:
         """Note that a module's forward begins."""

@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
@@ -192,6 +193,22 @@ def _refuse_data_parallel(wrapper: nn.Module, name: str, module: nn.Module | Non
             )
 
 
+def refuse_gradient(name: str, unit_name: str, grad: torch.Tensor) -> NoReturn:
+    """Raise in a backward that reaches a parameter that ``fully_shard`` has replaced; local.
+
+    No unit would reduce the gradient, and no optimizer would step with it.
+    """
+    raise RuntimeError(
+        expected(
+            f"the gradient of the sharded parameter '{name}'",
+            "one of the parameter that it has replaced",
+            where=f"a backward of unit {unit_name}",
+            hint="Read parameters as attributes of their modules: a list or variable from before "
+            "fully_shard() has the old ones, with their old values",
+        )
+    )
+
+
 def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
     """Raise if a parameter of a group was replaced in its module; local.
 
@@ -209,8 +226,11 @@ def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
 def _refuse_replaced(
     group: ParameterGroup, parameter: ManagedParameter, module: nn.Module, attribute: str
 ) -> NoReturn:
-    other = getattr(module, attribute, None)
+    # Not by getattr(): a parametrization would compute with sharded parameters.
+    other = module._parameters.get(attribute, vars(module).get(attribute))
     change, got = "assignment", "none" if other is None else f"another {type(other).__name__}"
+    if is_parametrized(module, attribute):
+        change, got = "parametrization", "a parametrization of it"
     if isinstance(other, torch.Tensor):
         got += f" of shape {tuple(other.shape)} and {other.dtype}"
         owner = group_of(other)

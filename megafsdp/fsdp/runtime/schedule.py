@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.comm.trace import read_environment
@@ -36,47 +36,7 @@ from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_maxima
 from megafsdp.fsdp.runtime.forward_passes import ForwardPass, ForwardToken, PendingForwards
 from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.process_groups import ExtraGroups, separate_reductions
-
-T = TypeVar("T")
-
-
-class RecordedOrder(Generic[T]):
-    """The order in which units ran last time, followed until a run departs from it.
-
-    A run is recorded from one :meth:`start` to the next. While it agrees with the record,
-    :meth:`arrive` returns the units that come next; after the first difference it returns none, and
-    the next run follows the new order.
-    """
-
-    def __init__(self) -> None:
-        # Weak references: a record must not keep the units of a deleted model alive.
-        self._record: list[weakref.ref[T]] = []
-        self._running: list[weakref.ref[T]] = []
-        self._is_followed = False
-
-    def start(self, guess: RecordedOrder[T] | None = None) -> None:
-        """Begin a run; without a record the reverse of ``guess`` is followed."""
-        if self._running:
-            self._record = self._running
-        elif guess is not None and not self._record:
-            self._record = list(reversed(guess._running))
-        self._running = []
-        self._is_followed = bool(self._record)
-
-    def arrive(self, unit: T, count: int) -> list[T]:
-        """Note that ``unit`` runs and return up to ``count`` units expected after it."""
-        position = len(self._running)
-        self._running.append(weakref.ref(unit))
-        expected = self._record[position] if position < len(self._record) else None
-        if expected is None or expected() is not unit:
-            self._is_followed = False
-        position += 1
-        upcoming = self._record[position : position + count] if self._is_followed else []
-        return [u for u in (r() for r in upcoming) if u is not None]
-
-    def is_last(self, unit: T) -> bool:
-        """Return whether ``unit`` is the last of the record, and the run agrees with it so far."""
-        return self._is_followed and self._record[-1]() is unit
+from megafsdp.fsdp.runtime.recorded_order import RecordedOrder
 
 
 @dataclass(frozen=True)
@@ -321,6 +281,13 @@ class FSDPContext:
         if root is unit or (self.is_without_root(unit) and not unit.is_list):
             self.forward_pass = ForwardPass()
 
+    def begin_part(self, unit: ScheduledUnit) -> None:
+        """Begin a forward that is a part of a forward of the same unit; the pass goes on."""
+        if self.is_root(unit):
+            # A method may run the root any number of times, as to generate text. The order of one
+            # such run is that of the next.
+            self._forward.start_again(unit)
+
     def is_without_root(self, unit: ScheduledUnit) -> bool:
         """Return whether a unit that runs now runs outside of the root's forward."""
         root = self._root()
@@ -388,6 +355,12 @@ class FSDPContext:
             unit.end_partial_forward()
         if not is_graph_built:
             self._release_all()
+
+    def end_unseen_backward(self) -> None:
+        """End a backward that ran within the root's forward, and that no output of a unit began."""
+        if any(group.gradients.has_grads for group in self.groups):
+            self.has_unfinished_backward = True
+            self.end_backward()
 
     @untraced_hook
     def begin_backward(self, unit: ScheduledUnit, token: ForwardToken) -> None:

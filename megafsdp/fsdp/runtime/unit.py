@@ -26,6 +26,7 @@ from megafsdp.device.torch_private import (
     base_of,
     end_graph,
     is_backward_running,
+    is_called_within,
     untraced_frame,
     untraced_hook,
     without_dynamo,
@@ -300,6 +301,12 @@ class FSDPUnit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         refuse_transforms(self.name)
         context, run = self.require_context(), self._run
+        # The module's forward, or a registered method, may call the module itself.
+        is_nested = run is not None and run.is_running(module) and is_called_within(module)
+        if run is not None and is_nested and self._phase is Phase.FORWARD:
+            run.num_nested += 1
+            context.begin_part(self)
+            return self.prepare_inputs(args, kwargs)
         goes_on = run is not None and run.goes_on_with(module, is_interrupted=self.is_resting)
         if not goes_on and not _is_in_backward():
             refuse_changed_modules(self, context)
@@ -314,6 +321,8 @@ class FSDPUnit:
             return args, kwargs
         if run is None or not goes_on:
             self._run = run = ModuleRun(self.modules)
+            # A backward within the outer call has ended its run: it goes on with this one.
+            run.num_nested = int(is_nested)
         run.begin(module)
         if self._phase is Phase.FORWARD and goes_on:
             return args, kwargs
@@ -362,11 +371,12 @@ class FSDPUnit:
     @untraced_hook
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
-        output = map_tensors(output, self._copied_if_own)
-        output = cast_floating(output, self.policy.output_dtype)
+        context, run = self.require_context(), self._run
+        if run is not None and run.num_nested:
+            return self.end_part(output)
+        output = self._finished(output)
         if self._phase is Phase.BACKWARD:
             return output
-        context, run = self.require_context(), self._run
         is_partial = run is not None and not run.end(module)
         token = None if run is None else run.token
         if run is not None and is_partial:
@@ -388,6 +398,10 @@ class FSDPUnit:
         self._end_run(is_reserved=is_reserved)
         return output
 
+    def _finished(self, output: Any) -> Any:
+        output = map_tensors(output, self._copied_if_own)
+        return cast_floating(output, self.policy.output_dtype)
+
     def _copied_if_own(self, output: torch.Tensor) -> torch.Tensor:
         """Return a copy of an output that is a parameter of the unit, or a view of one.
 
@@ -408,6 +422,7 @@ class FSDPUnit:
             self._release_after_forward(is_graph_built=is_graph_built)
         if context.is_root(self) and not is_recomputing:
             context.end_forward(is_graph_built=is_graph_built)
+            context.end_unseen_backward()
 
     def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
         """Register hooks on a module's outputs, at which backward begins."""
@@ -460,6 +475,9 @@ class FSDPUnit:
         # Recomputation stops early on purpose, once it has made what backward needs. A unit whose
         # backward has not begun by then may have none, and rests meanwhile.
         run = self._run
+        if run is not None and run.num_nested:
+            run.num_nested -= 1
+            return
         if self._phase is not Phase.FORWARD or run is None or not run.has_to_end(module):
             return
         self._run = None
@@ -497,8 +515,8 @@ class FSDPUnit:
         )
 
     def end_part(self, output: Any) -> Any:
-        """End a method that the forward has called; the forward continues, unsharded."""
-        output = cast_floating(output, self.policy.output_dtype)
+        """End a part of the forward, such as a method; the forward continues, unsharded."""
+        output = self._finished(output)
         if torch.is_grad_enabled():
             # Watch outputs also if the forward was cut short by an interrupt before (no token).
             hook = BackwardHook(self, None if self._run is None else self._run.token)

@@ -251,6 +251,63 @@ def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     ranks(2).run(_matches, kind, loss_of, strategy, is_joined)
 
 
+def _goes_back_alone(strategy: str) -> None:
+    reference = _GoesBackInForward()
+    net = fully_shard(copy.deepcopy(reference), strategy=strategy)
+    for step in range(2):
+        x = _inputs(step)
+        for rows in x:
+            reference(rows, 1 / len(x))
+        net(x[dist.get_rank()])
+        assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_without_inner_units_may_go_backward(ranks: Ranks, strategy: str) -> None:
+    """No output begins that backward; its gradients are reduced when the forward ends."""
+    ranks(2).run(_goes_back_alone, strategy)
+
+
+class _Penalised(nn.Module):
+    """Keeps a penalty of its weight as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.penalty = self.linear.weight.square().sum()
+        return y
+
+
+def _penalised(strategy: str) -> None:
+    reference = nn.Sequential(_Penalised(), _Penalised())
+    net = copy.deepcopy(reference)
+    for unit in net:
+        fully_shard(unit, strategy=strategy)
+    fully_shard(net, strategy=strategy)
+    x = _inputs(0)
+    (reference(torch.cat(x)).square().mean() + sum(u.penalty for u in reference)).backward()
+    loss = net(x[dist.get_rank()]).square().mean() + sum(u.penalty for u in net)
+    if strategy in KEPT:
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        reference.zero_grad()
+        net.zero_grad()
+        reference(torch.cat(x)).square().mean().backward()
+        net(x[dist.get_rank()]).square().mean().backward()
+    assert_same_grads(net, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_reads_no_weights_that_were_freed(ranks: Ranks, strategy: str) -> None:
+    """A loss of weights that no output shows is right where they stay gathered, else refused."""
+    ranks(2).run(_penalised, strategy)
+
+
 def test_units_that_no_output_shows_are_not_cut_into_slices(ranks: Ranks) -> None:
     """Nothing would tell when to gather them again."""
     way = (_HidesAllOutputs, _of_object, "optim_grads_params", False)

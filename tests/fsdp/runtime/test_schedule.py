@@ -18,7 +18,7 @@ from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.comm.collectives import Pending, record_collectives
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.gathered_weight import GatheredWeight
-from megafsdp.fsdp.runtime.schedule import RecordedOrder
+from megafsdp.fsdp.runtime.recorded_order import RecordedOrder
 from tests.fsdp.toy import WIDTH, Net, adamw, assert_same_grads, batches, mine, pair, shard
 from tests.ranks import Ranks
 
