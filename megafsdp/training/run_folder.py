@@ -12,8 +12,7 @@ from megafsdp.checkpoint import latest_step
 from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.training.config.parse import config_from_dict
-from megafsdp.training.config.sections import Config
-from megafsdp.training.metrics.tracker import CONFIG_FILE
+from megafsdp.training.config.sections import CONFIG_FILE, Config
 
 _CHECKPOINTS = "checkpoints"
 # The sections that say which model a run trained, how it is stored, and how text becomes tokens.
