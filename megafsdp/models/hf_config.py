@@ -91,7 +91,8 @@ def config_from_hugging_face(
     model_type = fields.get("model_type")
     if model_type not in _SUPPORTED:
         raise _refusal("model_type", " or ".join(_SUPPORTED), model_type)
-    for name, values in _SUPPORTED[str(model_type)].items():
+    # Scales of quantized weights have tensors of their own, which no table of names has.
+    for name, values in {"quantization_config": (None,), **_SUPPORTED[str(model_type)]}.items():
         if fields.get(name, values[0]) not in values:
             raise _refusal(name, " or ".join(map(repr, values)), fields[name])
     config = _from_gpt2(fields) if model_type == "gpt2" else _from_rotary(fields)

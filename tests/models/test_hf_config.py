@@ -226,6 +226,7 @@ def test_a_config_of_transformers_4_is_read() -> None:
         (GPT2Config(add_cross_attention=True), "add_cross_attention"),
         (LlamaConfig(attention_bias=True), "attention_bias"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
+        (LlamaConfig(quantization_config={"quant_method": "fp8"}), "quantization_config"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act"),
         (Qwen3Config(use_sliding_window=True), "use_sliding_window"),
         (Qwen3MoeConfig(use_sliding_window=True), "use_sliding_window"),
