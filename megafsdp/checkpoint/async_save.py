@@ -81,7 +81,7 @@ def async_save(
     Raises:
         CheckpointError: The step is published already, a save is in flight (``"raise"``), or an
             earlier background save has failed; raised on all ranks.
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
         ValueError: An argument is out of range on rank 0 and on this rank. If it is out of range on
             other ranks only, ``result()`` raises.
     """

@@ -188,7 +188,7 @@ def load(
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged or of another model; raised on all
             ranks, before any of them touched its model.
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
         ValueError: The arguments contradict each other.
     """
     patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)

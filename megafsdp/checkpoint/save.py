@@ -100,7 +100,7 @@ class TrainingState:
         extra: Plain values of the caller, for a save.
 
     Raises:
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
     """
 
     model: nn.Module | None
@@ -111,6 +111,15 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         """Refuse arguments that would fail later with a message that does not help."""
+        if not isinstance(self.model, nn.Module | None):
+            raise TypeError(
+                expected(
+                    "a module",
+                    f"a {type(self.model).__name__}",
+                    where="model= of checkpoint.save(), async_save() or load()",
+                    hint="Pass the module itself, not its state dict; several as one ModuleList",
+                )
+            )
         if isinstance(self.optimizer, list | tuple):
             raise TypeError(
                 expected(
@@ -227,7 +236,7 @@ def save(
         CheckpointError: Any rank could not write, or has another step or directory than rank 0, or
             a number out of range; raised on all ranks. What was published before stays. Or a
             background save has failed, and no call has raised that yet.
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
         ValueError: The step or a retention number is out of range on rank 0 and on this rank.
     """
     SAVES.raise_failure()
