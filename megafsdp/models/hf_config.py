@@ -99,7 +99,12 @@ def config_from_hugging_face(
     if padded_vocab_size is None:
         return config
     if padded_vocab_size < config.vocab_size:
-        raise _refusal("vocab_size", f"at most {padded_vocab_size} (padded)", config.vocab_size)
+        raise _refusal(
+            "vocab_size",
+            f"at most {padded_vocab_size} (padded)",
+            config.vocab_size,
+            hint="Padding only adds rows: give as many as the config has, or more",
+        )
     return replace(config, vocab_size=padded_vocab_size)
 
 
@@ -335,12 +340,18 @@ def _number(fields: Fields, name: str, *, default: float | None = None) -> float
     return float(value)
 
 
-def _refusal(name: str, what: object, got: object) -> ConfigError:
+def _refusal(
+    name: str,
+    what: object,
+    got: object,
+    *,
+    hint: str = "Convert a model whose config these models can follow",
+) -> ConfigError:
     return ConfigError(
         expected(
             what,
             got,
             where=f"field {name!r} of the Hugging Face config",
-            hint="Convert a model whose config these models can follow",
+            hint=hint,
         )
     )

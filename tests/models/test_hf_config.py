@@ -255,6 +255,13 @@ def test_arithmetic_that_we_lack_is_refused_by_name(theirs: PretrainedConfig, fi
         config_from_hugging_face(theirs.to_dict())
 
 
+def test_fewer_padded_rows_than_rows_are_refused() -> None:
+    """Padding never cuts a vocabulary."""
+    fields = config_to_hugging_face(ModelConfig())
+    with pytest.raises(ConfigError, match=r"at most 100 \(padded\), got \d+.*only adds rows"):
+        config_from_hugging_face(fields, padded_vocab_size=100)
+
+
 def test_a_missing_field_is_refused_by_name() -> None:
     """A size is never guessed, and a text is no number."""
     fields = config_to_hugging_face(ModelConfig())
