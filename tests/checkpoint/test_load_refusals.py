@@ -101,6 +101,17 @@ def test_relaxed_loads_take_what_fits(tmp_path: Path, caplog: pytest.LogCaptureF
         caplog.clear()
 
 
+def test_a_pattern_that_leaves_nothing_alone_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its misspelt name was to keep is loaded over."""
+    model, optimizer = _trained("sgd")
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    patterns = ["embde.*", "fused.*", "embed.weight", "optimizer.*"]
+    load(tmp_path, model=model, ignore=patterns)
+    assert "1 patterns of ignore match no key: ['embde.*']" in caplog.text
+
+
 def test_shapes_and_dtypes_must_agree(tmp_path: Path) -> None:
     """Another vocabulary or precision is refused by name; casts must be asked for."""
     model, _ = _trained("sgd")
