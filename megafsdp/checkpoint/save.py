@@ -321,7 +321,7 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Loc
 
 
 @contextlib.contextmanager
-def _disk_errors(draft: Draft) -> Iterator[None]:
+def _disk_errors(root: Location, step: int) -> Iterator[None]:
     """Convert errors of the disk to ours, as they name no step and often no file."""
     try:
         yield
@@ -329,9 +329,9 @@ def _disk_errors(draft: Draft) -> Iterator[None]:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         cure = "Make room on its disk" if is_full else "Mend what the system names"
         raise CheckpointError.expected(
-            f"to write step {draft.step}",
+            f"to write step {step}",
             f"{type(error).__name__}: {error}",
-            where=f"'{draft.root}'",
+            where=f"'{root}'",
             hint=f"{cure}, or save to another folder; what was published before stays",
         ) from error
 
@@ -378,7 +378,8 @@ def _prepare(root: Location | None, step: int, refusal: Exception | None) -> Dra
     if refusal is not None:
         raise refusal
     assert root is not None, "arguments that are not refused name a root"
-    return saves_to(root).prepare(step)
+    with _disk_errors(root, step):
+        return saves_to(root).prepare(step)
 
 
 def _mismatch(own: tuple[int, str], wanted: tuple[int, str]) -> CheckpointError | None:
@@ -435,7 +436,7 @@ def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
 def _write(begun: BegunSave) -> bytes:
     """Write this rank's share of the state; return the description of it, pickled."""
     # As bytes: rank 0 unpickles them after the gather, without garbage collection.
-    with _disk_errors(begun.draft):
+    with _disk_errors(begun.draft.root, begun.draft.step):
         return pickle.dumps(_write_share(begun))
 
 
@@ -469,7 +470,7 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Location:
         parts: list[Written] = [pickle.loads(part) for part in sent]
         manifest = describe(begun.draft.step, begun.state, parts)
         saves = saves_to(begun.draft.root)
-        with _disk_errors(begun.draft):
+        with _disk_errors(begun.draft.root, begun.draft.step):
             saves.describe(manifest, begun.draft)
             final = saves.publish(begun.draft)
     removed = saves.prune(
