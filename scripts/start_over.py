@@ -15,10 +15,9 @@ import torch
 from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.training.config.parse import parse_config
-from megafsdp.training.config.sections import Config
+from megafsdp.training.config.sections import METRICS_FILE, Config
 from megafsdp.training.config.validate import validate
 from megafsdp.training.metrics.events import EVENTS_FILE
-from megafsdp.training.metrics.tracker import METRICS_FILE
 from megafsdp.training.process.run_lock import sole_job
 from megafsdp.training.process.world import World, launch_number
 

@@ -34,7 +34,7 @@ from megafsdp.checkpoint.save import (
     finish_save,
 )
 from megafsdp.checkpoint.storage.locations import Location
-from megafsdp.errors import expected
+from megafsdp.errors import CheckpointError, expected
 
 
 def async_save(
@@ -81,7 +81,7 @@ def async_save(
     Raises:
         CheckpointError: The step is published already, a save is in flight (``"raise"``), or an
             earlier background save has failed; raised on all ranks.
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
         ValueError: An argument is out of range on rank 0 and on this rank. If it is out of range on
             other ranks only, ``result()`` raises.
     """
@@ -135,4 +135,15 @@ def _stage(begun: BegunSave) -> Staging:
 def _finish(begun: BegunSave, group: dist.ProcessGroup | None, error: Exception | None) -> Location:
     """Write the begun save, or report this rank's error; collective, in the thread."""
     begun.error = begun.error or error
-    return finish_save(begun, group)
+    try:
+        return finish_save(begun, group)
+    except Exception as failure:
+        if group is None or dist.is_initialized():
+            raise
+        raise CheckpointError.expected(
+            "process groups that last until the save has ended",
+            "groups that were destroyed before",
+            where="checkpoint.async_save()",
+            hint="Call result() of the save, or checkpoint.wait_for_saves(), before "
+            "torch.distributed.destroy_process_group()",
+        ) from failure

@@ -53,6 +53,9 @@ def format_of(source: str | os.PathLike[str], step: int | None = None) -> Format
             return Format.MEGAFSDP
         if (place / DCP_METADATA_FILE).is_file():
             return Format.NVIDIA
+    if is_folder(path) and save_root.published_steps(path):
+        # Raises if the step is not among them.
+        save_root.find(path, step)
     raise CheckpointError.expected(
         f"a torch.save file, or a directory with '{MANIFEST_FILE}' or '{DCP_METADATA_FILE}'",
         "a directory with neither" if is_folder(path) else "no such file",

@@ -188,7 +188,7 @@ def load(
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged or of another model; raised on all
             ranks, before any of them touched its model.
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
         ValueError: The arguments contradict each other.
     """
     patterns = as_patterns("ignore", ignore), as_patterns("allow_missing", allow_missing)
@@ -376,13 +376,12 @@ def _commit(plan: _Plan, targets: TrainingState) -> None:
         if key in plan.objects:
             stateful.load_state_dict(plan.objects[key])  # type: ignore[arg-type]
     for fact, keys in (
-        ("kept their own values", plan.match.skipped),
-        ("not used", plan.match.unused),
+        ("keys kept their own values", plan.match.skipped),
+        ("keys not used", plan.match.unused),
+        ("patterns of ignore match no key", plan.match.idle),
     ):
         if keys:
-            _LOGGER.warning(
-                "load from '%s': %d keys %s: %s", plan.directory, len(keys), fact, keys[:20]
-            )
+            _LOGGER.warning("load from '%s': %d %s: %s", plan.directory, len(keys), fact, keys[:20])
 
 
 def _commit_optimizer(plan: _Plan, optimizer: torch.optim.Optimizer) -> None:

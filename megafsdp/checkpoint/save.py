@@ -100,7 +100,7 @@ class TrainingState:
         extra: Plain values of the caller, for a save.
 
     Raises:
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
     """
 
     model: nn.Module | None
@@ -111,6 +111,15 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         """Refuse arguments that would fail later with a message that does not help."""
+        if not isinstance(self.model, nn.Module | None):
+            raise TypeError(
+                expected(
+                    "a module",
+                    f"a {type(self.model).__name__}",
+                    where="model= of checkpoint.save(), async_save() or load()",
+                    hint="Pass the module itself, not its state dict; several as one ModuleList",
+                )
+            )
         if isinstance(self.optimizer, list | tuple):
             raise TypeError(
                 expected(
@@ -227,7 +236,7 @@ def save(
         CheckpointError: Any rank could not write, or has another step or directory than rank 0, or
             a number out of range; raised on all ranks. What was published before stays. Or a
             background save has failed, and no call has raised that yet.
-        TypeError: Several optimizers are given.
+        TypeError: The model is no module, or several optimizers are given.
         ValueError: The step or a retention number is out of range on rank 0 and on this rank.
     """
     SAVES.raise_failure()
@@ -312,7 +321,7 @@ def finish_save(begun: BegunSave, group: dist.ProcessGroup | None = None) -> Loc
 
 
 @contextlib.contextmanager
-def _disk_errors(draft: Draft) -> Iterator[None]:
+def _disk_errors(root: Location, step: int) -> Iterator[None]:
     """Convert errors of the disk to ours, as they name no step and often no file."""
     try:
         yield
@@ -320,9 +329,9 @@ def _disk_errors(draft: Draft) -> Iterator[None]:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         cure = "Make room on its disk" if is_full else "Mend what the system names"
         raise CheckpointError.expected(
-            f"to write step {draft.step}",
+            f"to write step {step}",
             f"{type(error).__name__}: {error}",
-            where=f"'{draft.root}'",
+            where=f"'{root}'",
             hint=f"{cure}, or save to another folder; what was published before stays",
         ) from error
 
@@ -369,7 +378,8 @@ def _prepare(root: Location | None, step: int, refusal: Exception | None) -> Dra
     if refusal is not None:
         raise refusal
     assert root is not None, "arguments that are not refused name a root"
-    return saves_to(root).prepare(step)
+    with _disk_errors(root, step):
+        return saves_to(root).prepare(step)
 
 
 def _mismatch(own: tuple[int, str], wanted: tuple[int, str]) -> CheckpointError | None:
@@ -426,7 +436,7 @@ def _own_tensors(state: CanonicalState) -> list[OwnTensor]:
 def _write(begun: BegunSave) -> bytes:
     """Write this rank's share of the state; return the description of it, pickled."""
     # As bytes: rank 0 unpickles them after the gather, without garbage collection.
-    with _disk_errors(begun.draft):
+    with _disk_errors(begun.draft.root, begun.draft.step):
         return pickle.dumps(_write_share(begun))
 
 
@@ -460,7 +470,7 @@ def _publish(begun: BegunSave, outcomes: list[Outcome[Any]] | None) -> Location:
         parts: list[Written] = [pickle.loads(part) for part in sent]
         manifest = describe(begun.draft.step, begun.state, parts)
         saves = saves_to(begun.draft.root)
-        with _disk_errors(begun.draft):
+        with _disk_errors(begun.draft.root, begun.draft.step):
             saves.describe(manifest, begun.draft)
             final = saves.publish(begun.draft)
     removed = saves.prune(

@@ -176,7 +176,7 @@ def load_tokenizer(spec: str, *, eod: str | None = None) -> Tokenizer:
 
 
 def _load_json(path: str) -> tokenizers.Tokenizer:
-    hint = f"Give '{BYTE_SPEC}' or the path of a tokenizer.json file"
+    hint = f"Give '{BYTE_SPEC}' or the path of a tokenizer.json file; in training as data.tokenizer"
     if not Path(path).is_file():
         what = "a tokenizer file"
         raise ConfigError(expected(what, "no such file", where=f"'{path}'", hint=hint))

@@ -91,14 +91,20 @@ def config_from_hugging_face(
     model_type = fields.get("model_type")
     if model_type not in _SUPPORTED:
         raise _refusal("model_type", " or ".join(_SUPPORTED), model_type)
-    for name, values in _SUPPORTED[str(model_type)].items():
+    # Scales of quantized weights have tensors of their own, which no table of names has.
+    for name, values in {"quantization_config": (None,), **_SUPPORTED[str(model_type)]}.items():
         if fields.get(name, values[0]) not in values:
             raise _refusal(name, " or ".join(map(repr, values)), fields[name])
     config = _from_gpt2(fields) if model_type == "gpt2" else _from_rotary(fields)
     if padded_vocab_size is None:
         return config
     if padded_vocab_size < config.vocab_size:
-        raise _refusal("vocab_size", f"at most {padded_vocab_size} (padded)", config.vocab_size)
+        raise _refusal(
+            "vocab_size",
+            f"at most {padded_vocab_size} (padded)",
+            config.vocab_size,
+            hint="Padding only adds rows: give as many as the config has, or more",
+        )
     return replace(config, vocab_size=padded_vocab_size)
 
 
@@ -334,12 +340,18 @@ def _number(fields: Fields, name: str, *, default: float | None = None) -> float
     return float(value)
 
 
-def _refusal(name: str, what: object, got: object) -> ConfigError:
+def _refusal(
+    name: str,
+    what: object,
+    got: object,
+    *,
+    hint: str = "Convert a model whose config these models can follow",
+) -> ConfigError:
     return ConfigError(
         expected(
             what,
             got,
             where=f"field {name!r} of the Hugging Face config",
-            hint="Convert a model whose config these models can follow",
+            hint=hint,
         )
     )

@@ -16,11 +16,11 @@ from megafsdp.data.output_files import replace_text
 from megafsdp.errors import ConfigError, expected
 from megafsdp.models import num_idle_parameters
 from megafsdp.training.config.parse import to_yaml
-from megafsdp.training.config.sections import Config
+from megafsdp.training.config.sections import CONFIG_FILE, Config
 from megafsdp.training.metrics.events import Event
 from megafsdp.training.metrics.metrics import Meter, Position, megatron_line, progress_line
 from megafsdp.training.metrics.terminal import Screen, escape_controls
-from megafsdp.training.metrics.tracker import CONFIG_FILE, EVALUATION_KEY, Trackers
+from megafsdp.training.metrics.tracker import EVALUATION_KEY, Trackers
 from megafsdp.training.process.machine import describe_machine, versions
 from megafsdp.training.process.world import World
 from megafsdp.training.resume import RunState, SaveTimes

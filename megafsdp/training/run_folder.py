@@ -9,11 +9,11 @@ from pathlib import Path
 import yaml
 
 from megafsdp.checkpoint import latest_step
+from megafsdp.checkpoint.format.save_root import published_steps
 from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.training.config.parse import config_from_dict
-from megafsdp.training.config.sections import Config
-from megafsdp.training.metrics.tracker import CONFIG_FILE
+from megafsdp.training.config.sections import CONFIG_FILE, Config
 
 _CHECKPOINTS = "checkpoints"
 # The sections that say which model a run trained, how it is stored, and how text becomes tokens.
@@ -35,7 +35,7 @@ def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
     if not isinstance(folder, Path) or not (folder / CONFIG_FILE).is_file():
         return folder
     root = _root_of_run(folder)
-    if latest_step(root) is None:
+    if latest_step(root) is None and not published_steps(root):
         raise CheckpointError.expected(
             "a checkpoint of the run",
             "none",

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -583,6 +584,33 @@ def test_the_end_of_a_process_waits_for_the_save(tmp_path: Path) -> None:
         _, stderr = programs.communicate(timeout=60)
     assert latest_step(tmp_path / "fail") is None
     assert "background save of step 7 failed" in stderr and "no space left" in stderr
+
+
+# Imports, then forks two ranks, which end in the way of many programs.
+_RANKS = """
+import os, sys, time, torch
+import torch.distributed as dist
+from megafsdp import checkpoint
+from megafsdp.checkpoint.format import save_root
+root = sys.argv[1]
+rank = int(os.fork() == 0)
+save_root.reached = lambda point: time.sleep(point == "file opened")
+dist.init_process_group("gloo", init_method=f"file://{root}/ranks", rank=rank, world_size=2)
+checkpoint.async_save(f"{root}/saved", step=7, model=torch.nn.Linear(3, 3))
+dist.destroy_process_group()
+if not rank:
+    os.wait()
+"""
+
+
+def test_a_save_whose_groups_were_destroyed_says_what_to_call(tmp_path: Path) -> None:
+    """Torch's own error is the bare group."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _RANKS, tmp_path], capture_output=True, text=True, timeout=120
+    )
+    message = "step 7 failed: .*result.* of the save, .*before torch.distributed.destroy_process"
+    assert len(re.findall(message, ended.stderr)) == 2, ended.stderr
+    assert latest_step(tmp_path / "saved") is None
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

@@ -37,8 +37,11 @@ def test_the_format_is_seen(tmp_path: Path) -> None:
     for nothing in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match=r"Give a checkpoint's directory"):
             format_of(nothing)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"of step 5, got published steps \[4\]"):
         format_of(tmp_path / "a", step=5)
+    (tmp_path / "a" / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"latest_\w+\.txt', got published steps \[4\]"):
+        format_of(tmp_path / "a")
 
 
 def test_there_and_back_is_equal(tmp_path: Path) -> None:

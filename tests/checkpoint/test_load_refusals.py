@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from megafsdp import FusedAdam, Muon
 from megafsdp.buffer.dtensor.uneven_layout import Region
-from megafsdp.checkpoint import load, save
+from megafsdp.checkpoint import async_save, load, save
 from megafsdp.checkpoint.format.manifest import Manifest, Record, read_manifest, write_manifest
 from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.errors import CheckpointError
@@ -100,6 +101,17 @@ def test_relaxed_loads_take_what_fits(tmp_path: Path, caplog: pytest.LogCaptureF
         caplog.clear()
 
 
+def test_a_pattern_that_leaves_nothing_alone_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its misspelt name was to keep is loaded over."""
+    model, optimizer = _trained("sgd")
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    patterns = ["embde.*", "fused.*", "embed.weight", "optimizer.*"]
+    load(tmp_path, model=model, ignore=patterns)
+    assert "1 patterns of ignore match no key: ['embde.*']" in caplog.text
+
+
 def test_shapes_and_dtypes_must_agree(tmp_path: Path) -> None:
     """Another vocabulary or precision is refused by name; casts must be asked for."""
     model, _ = _trained("sgd")
@@ -143,6 +155,24 @@ def test_states_of_another_kind_of_optimizer_are_refused(
     )
     load(tmp_path, model=model, optimizer=adam, strict="none")
     assert all(name not in states for states in adam.state.values())
+
+
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """The steps that are there are named."""
+    save(tmp_path, step=1, model=nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"step latest, got published steps \[1\]"):
+        load(tmp_path, model=nn.Linear(2, 2), step="latest")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(2, 2).state_dict(), [nn.Linear(2, 2)]])
+def test_what_is_no_module_is_refused(tmp_path: Path, wrong: Any) -> None:
+    """A state dict as torch's dcp takes it, or a list of pipeline stages."""
+    message = f"Expected a module, got a {type(wrong).__name__}"
+    for call in (save, async_save):
+        with pytest.raises(TypeError, match=message):
+            call(tmp_path, step=1, model=wrong)
+    with pytest.raises(TypeError, match=message):
+        load(tmp_path, model=wrong)
 
 
 class _Averaging(FusedAdam):

@@ -367,6 +367,15 @@ def test_a_rank_that_cannot_write_stops_all(ranks: Ranks, tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", on_disk.TRACKER_FILE]
 
 
+@pytest.mark.parametrize("call", [save, async_save])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, call: Any) -> None:
+    """With the step that is not saved, before anything is copied."""
+    (tmp_path / "file").touch()
+    message = r"to write step 3, got NotADirectoryError: .*file/root'\. Mend what the system names"
+    with pytest.raises(CheckpointError, match=message):
+        call(tmp_path / "file" / "root", step=3, model=Toy())
+
+
 def _save_without_random_states(root: Path) -> str:
     model = shard(Toy(), whole_mesh())
 

@@ -174,7 +174,7 @@ def test_configuration_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """A missing file and a file of another kind are named."""
-    with pytest.raises(ConfigError, match=r"no such file.*absent\.json"):
+    with pytest.raises(ConfigError, match=r"no such file.*absent\.json.*data\.tokenizer"):
         load_tokenizer(str(tmp_path / "absent.json"))
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"a tokenizer file, got .*tokenizer\.json"):

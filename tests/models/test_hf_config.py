@@ -226,6 +226,7 @@ def test_a_config_of_transformers_4_is_read() -> None:
         (GPT2Config(add_cross_attention=True), "add_cross_attention"),
         (LlamaConfig(attention_bias=True), "attention_bias"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
+        (LlamaConfig(quantization_config={"quant_method": "fp8"}), "quantization_config"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act"),
         (Qwen3Config(use_sliding_window=True), "use_sliding_window"),
         (Qwen3MoeConfig(use_sliding_window=True), "use_sliding_window"),
@@ -252,6 +253,13 @@ def test_arithmetic_that_we_lack_is_refused_by_name(theirs: PretrainedConfig, fi
     """A model is never converted to one that computes something else."""
     with pytest.raises(ConfigError, match=field):
         config_from_hugging_face(theirs.to_dict())
+
+
+def test_fewer_padded_rows_than_rows_are_refused() -> None:
+    """Padding never cuts a vocabulary."""
+    fields = config_to_hugging_face(ModelConfig())
+    with pytest.raises(ConfigError, match=r"at most 100 \(padded\), got \d+.*only adds rows"):
+        config_from_hugging_face(fields, padded_vocab_size=100)
 
 
 def test_a_missing_field_is_refused_by_name() -> None:

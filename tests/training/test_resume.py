@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model, unit_classes
 from megafsdp.training import Config, RunSummary, train
 from megafsdp.training.resume import Restorable, RunState, find_stored, restore
+from megafsdp.training.run_folder import checkpoints_of
 from megafsdp.training.step.lr import LearningRate, Schedule
 from megafsdp.training.step.optimizers import build_optimizer
 from megafsdp.training.step.train_step import StepResult, TrainStep
@@ -688,3 +689,18 @@ def test_half_written_checkpoint_is_refused(finished: Finished) -> None:
     data_file.unlink()
     with pytest.raises(CheckpointError, match=f"{data_file.name}.*number into latest_checkpointed"):
         train(config)
+
+
+def test_checkpoints_without_their_tracker_are_gone_on_from(
+    tmp_path: Path, finished: Finished, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that were copied by themselves, say: a run from the start would replace them."""
+    finished(train={"steps": 2}, checkpoint={"interval_steps": 1})
+    config = tiny(tmp_path, train={"steps": 2}, checkpoint={"keep_last": None})
+    (config.checkpoint_directory / "latest_checkpointed_iteration.txt").unlink()
+    assert train(config).step == 2
+    assert "steps [1, 2] and no 'latest_checkpointed_iteration.txt'" in caplog.text
+    run = config.run_directory
+    assert checkpoints_of(run) == config.checkpoint_directory
+    assert train(replace(config, train=replace(config.train, steps=3))).step == 3
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3]

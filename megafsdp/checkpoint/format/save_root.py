@@ -34,6 +34,7 @@ from megafsdp.checkpoint.format.manifest import (
     write_dcp_metadata,
     write_manifest,
 )
+from megafsdp.checkpoint.format.plain_values import whole_number
 from megafsdp.checkpoint.storage.locations import L, Location, is_folder, joined, location_of
 from megafsdp.checkpoint.storage.store_path import StorePath
 from megafsdp.errors import CheckpointError
@@ -133,10 +134,11 @@ def find(
     root = location_of(directory)
     if step is None and (root / marker).is_file():
         return root
-    chosen = latest_step(root) if step is None else step
+    wanted = latest_step(root) if step is None else step
+    chosen = whole_number(wanted, 0)
     if chosen is None or not is_published(step_directory(root, chosen), marker=marker):
         raise CheckpointError.expected(
-            f"a checkpoint of step {chosen}" if chosen is not None else f"a '{TRACKER_FILE}'",
+            f"a checkpoint of step {wanted}" if wanted is not None else f"a '{TRACKER_FILE}'",
             _steps_in_words(root),
             where=f"'{root}'",
             hint="Give the directory that was passed to save(), or an existing step",

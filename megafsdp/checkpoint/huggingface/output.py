@@ -156,10 +156,10 @@ def require_floating(dtype: torch.dtype | None, *, where: str) -> None:
     Raises:
         CheckpointError: It is no floating-point dtype.
     """
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError.expected(
             "a floating-point dtype or None",
-            dtype,
+            repr(dtype),
             where=where,
             hint="Give one such as torch.bfloat16, or None to keep what is there",
         )

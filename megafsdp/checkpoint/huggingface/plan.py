@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -34,7 +34,7 @@ from megafsdp.checkpoint.huggingface.mapping import (
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.checkpoint.state.canonical import canonical_name, model_state, parameter_names
 from megafsdp.checkpoint.state.declared import declared_parts
-from megafsdp.errors import CheckpointError, expected
+from megafsdp.errors import CheckpointError, expected, listed
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.models.config import ModelConfig
 from megafsdp.models.hf_config import config_from_hugging_face, config_to_hugging_face
@@ -42,6 +42,8 @@ from megafsdp.optimizer.states.quantized import main_weight_of
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 _PREFIX = "model."
+# In the names of all tensors of a PeftModel, and of the layers that adapters are added to.
+_PEFT_PREFIX, _PEFT_LAYER = "base_model.model.", ".base_layer."
 _WRAPPERS = frozenset({"DistributedDataParallel", "OptimizedModule"})
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
@@ -96,11 +98,13 @@ def plan_model(
         reader: The files of an import; the vocabulary is then that of the files.
 
     Raises:
-        CheckpointError: The config is missing or does not fit these tensors, or the vocabulary of
-            the files is too large.
+        CheckpointError: The config is missing or does not fit these tensors, the vocabulary of the
+            files is too large, or a model to be exported has adapters.
         ConfigError: Hugging Face's models do not support the config.
     """
     if not is_mapped(shapes):
+        if reader is None:
+            _require_no_adapters(shapes)
         tied = {alias: target for alias, target in aliases.items() if alias != target}
         same = (MappingRow(n, {n: "rows"}).entry(shape, {}) for n, shape in shapes.items())
         fields = {} if config is None and reader is not None else _their_fields(config)
@@ -118,6 +122,19 @@ def plan_model(
     entries = tuple(row.entry(shapes[row.ours], sizes) for row in table)
     tied = {"lm_head.weight": next(iter(entries[0].theirs))} if model.tie_embeddings else {}
     return HubPlan(entries, tied, fields)
+
+
+def _require_no_adapters(names: Iterable[str]) -> None:
+    adapted = [n for n in names if n.startswith(_PEFT_PREFIX) or _PEFT_LAYER in n]
+    if adapted:
+        raise CheckpointError.expected(
+            "the names of a class of transformers",
+            f"those of a model with adapters of PEFT: {listed(adapted)}",
+            where="a model to be exported to Hugging Face files",
+            hint="Save the adapters by model.save_pretrained(path, "
+            "state_dict=megafsdp.full_state_dict(model)) on all ranks, and merge them in one "
+            "process",
+        )
 
 
 def _stored_vocabulary(reader: SafetensorsReader, model_type: str, rows: int) -> int:
@@ -217,9 +234,9 @@ def hub_state(model: nn.Module) -> HubState:
         NotImplementedError: A rank has only some experts of a layer, or the parts of a fused tensor
             are ordered rank after rank.
     """
-    listed = model_state(model)
-    if listed.objects:
-        _LOGGER.warning("Hugging Face files have no place for %s", sorted(listed.objects)[:20])
+    stored = model_state(model)
+    if stored.objects:
+        _LOGGER.warning("Hugging Face files have no place for %s", sorted(stored.objects)[:20])
     names = parameter_names(model)
     tensors: dict[str, torch.Tensor] = {}
     for parameter, name in names.items():
@@ -230,7 +247,7 @@ def hub_state(model: nn.Module) -> HubState:
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     spelt = {canonical_name(f): p for f, p in bare.named_parameters(remove_duplicate=False)}
     tied = {name: names[p] for name, p in spelt.items() if names[p] != name}
-    buffers = {key.removeprefix(_PREFIX): listed.tensors[key] for key in sorted(listed.rank_zero)}
+    buffers = {key.removeprefix(_PREFIX): stored.tensors[key] for key in sorted(stored.rank_zero)}
     tensors.update((name, underlying(buffer)) for name, buffer in buffers.items())
     return HubState(tensors, tied, frozenset(buffers))
 

@@ -8,7 +8,7 @@ is read or written here.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from megafsdp.checkpoint.format.manifest import Manifest, path_of, section_of
@@ -77,11 +77,13 @@ class Match:
         sources: Requested key -> stored key to read, tied names resolved.
         skipped: Requested keys whose targets stay as they are.
         unused: Stored keys of the requested sections that were not requested.
+        idle: Patterns of keys to leave alone that match none.
     """
 
     sources: dict[str, str]
     skipped: list[str]
     unused: list[str]
+    idle: list[str]
 
 
 def as_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -129,7 +131,10 @@ def match(
     """
     stored = {key: key for key in (*manifest.tensors, *manifest.objects)} | manifest.aliases
     problems: dict[str, list[str]] = {}
-    result = Match({}, [], [])
+    keys = {*stored, *tensors, *objects}
+    alone = {pattern: replace(rules, ignore=(pattern,)) for pattern in rules.ignore}
+    idle = [pattern for pattern, rule in alone.items() if not any(map(rule.is_ignored, keys))]
+    result = Match({}, [], [], idle)
     for key in (*tensors, *sorted(objects)):
         source = stored.get(key)
         if rules.is_ignored(key):

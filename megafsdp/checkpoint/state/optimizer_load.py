@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megafsdp.checkpoint.format.manifest import Manifest, TensorEntry, path_of
+from megafsdp.checkpoint.format.manifest import Manifest, path_of
 from megafsdp.checkpoint.format.records import RecordReader
 from megafsdp.checkpoint.format.regions import Stored, underlying
 from megafsdp.checkpoint.state.canonical import (
@@ -186,10 +186,15 @@ def _planned_state(
     # All parts must match: a state of another form may by chance have the shape of one part.
     is_like_parameter = not is_scalar and bool(shapes) and all(own == part for own, part in shapes)
     current = load.optimizer.state.get(parameter, {}).get(state_name)
+    # A step of torch's optimizers needs states in the dtype of the parameter, if they had it.
+    weights = (manifest.tensors.get(f"model.{part}") for part in form.parts)
+    is_cast = is_like_parameter and not isinstance(load.optimizer, HasCanonicalState)
+    is_cast &= entry.torch_dtype in {w.torch_dtype for w in weights if w is not None}
     state = _state_tensor(
         state_name,
-        entry,
         parameter,
+        shape=tuple(parameter.shape) if is_like_parameter else entry.shape,
+        dtype=parameter.dtype if is_cast else entry.torch_dtype,
         group=group,
         is_like_parameter=is_like_parameter,
         existing=current,
@@ -336,15 +341,14 @@ def _difference(group_names: list[str], stored_groups: list[dict]) -> str:
 
 def _state_tensor(
     state_name: str,
-    entry: TensorEntry,
     parameter: torch.Tensor,
     *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
     group: dict,
     is_like_parameter: bool,
     existing: object,
 ) -> torch.Tensor:
-    dtype = entry.torch_dtype
-    shape = tuple(parameter.shape) if is_like_parameter else entry.shape
     if isinstance(existing, torch.Tensor) and (existing.shape, existing.dtype) == (shape, dtype):
         return existing
     is_on_cpu = state_name in _CPU_SCALARS and not (group.get("capturable") or group.get("fused"))

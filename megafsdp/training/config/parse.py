@@ -29,7 +29,7 @@ from megafsdp.training.config.described import (
     summary_of,
     values_of,
 )
-from megafsdp.training.config.sections import Config
+from megafsdp.training.config.sections import CONFIG_FILE, METRICS_FILE, Config
 from megafsdp.training.config.words import is_list, type_in_words, value_in_words
 
 _NUM_SUGGESTIONS = 3
@@ -97,7 +97,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
 
     Raises:
         ConfigError: A file cannot be read, a name is unknown (the nearest are named), or a value
-            has the wrong type or is out of its range.
+            has the wrong type or is out of its range; or a run's config.yaml names another folder
+            for the run than the one that it lies in.
     """
     try:
         given, unknown = _parser(sections()).parse_known_args(arguments)
@@ -112,16 +113,37 @@ def parse_config(arguments: Sequence[str]) -> Config:
     if unknown:
         raise _unreadable(repr(unknown[0]), _COMMAND_LINE)
     values: dict[str, dict[str, Any]] = {}
+    named_in = None
     for path in given.config:
         for section, content in _read_file(path).items():
             values.setdefault(section, {}).update(content)
+            named_in = path if section == "run" and "directory" in content else named_in
     for option, value in given.options:
         _override(values, option, value)
+        named_in = None if option == "--run.directory" else named_in
     config = _checked(values, _COMMAND_LINE)
     if given.print_config:
         print(to_yaml(config), end="")
         raise SystemExit(0)
+    if named_in is not None:
+        _require_own_folder(config, Path(named_in))
     return config
+
+
+def _require_own_folder(config: Config, path: Path) -> None:
+    """Refuse the file of a run whose folder was moved: it would begin another run, unasked."""
+    folder = path.parent
+    is_of_run = path.name == CONFIG_FILE and (folder / METRICS_FILE).is_file()
+    if is_of_run and folder.resolve() != config.run_directory.resolve():
+        raise ConfigError(
+            expected(
+                f"the run's own folder, '{folder}'",
+                repr(config.run.directory),
+                where=f"run.directory of '{path}'",
+                hint=f"Give --run.directory {folder} to go on with this run, or another folder to "
+                "begin a new one; relative folders count from where the command is started",
+            )
+        )
 
 
 def _override(values: dict[str, Any], option: str, value: object) -> None:

@@ -29,6 +29,8 @@ from megafsdp.training.config.optimizer_sections import (
 )
 from megafsdp.training.config.requirement import require as require
 
+# Files in the folder of a run.
+CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 # The tokenizer of model.from_hf, or else bytes.
 AUTO_TOKENIZER = "auto"
 # 31 years; torch counts a clock's nanoseconds in 64 bits.

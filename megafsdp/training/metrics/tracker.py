@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megafsdp.errors import ConfigError, expected
-from megafsdp.training.config.sections import Config, require
+from megafsdp.training.config.sections import METRICS_FILE, Config, require
 from megafsdp.training.metrics.events import EVENTS_FILE, Event, EventLog
 from megafsdp.training.metrics.json_lines import JsonLines
 from megafsdp.training.process.doctor import is_installed
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("megafsdp.training")
 
-METRICS_FILE = "metrics.jsonl"
-# The configuration of the run, beside the metrics.
-CONFIG_FILE = "config.yaml"
 EVALUATION_KEY = "validation_loss"
 
 Row = Mapping[str, float | int | None]

@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from megafsdp.errors import DataError, expected
+from megafsdp.training.config.sections import CONFIG_FILE, METRICS_FILE
 from megafsdp.training.metrics.events import EVENTS_FILE, Event
 from megafsdp.training.metrics.json_lines import lines_of, row_of
-from megafsdp.training.metrics.tracker import CONFIG_FILE, EVALUATION_KEY, METRICS_FILE
+from megafsdp.training.metrics.tracker import EVALUATION_KEY
 
 _LOGGER = logging.getLogger("megafsdp.training")
 _NUM_NAMED_LINES = 5

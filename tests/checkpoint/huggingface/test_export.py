@@ -140,6 +140,7 @@ def test_a_plain_model_exports_without_ranks(tmp_path: Path, dtype: torch.dtype 
     [
         ({"dtype": torch.int32}, r"a floating-point dtype or None, got torch\.int32"),
         ({"dtype": torch.bool}, r"a floating-point dtype or None, got torch\.bool"),
+        ({"dtype": "bf16"}, "a floating-point dtype or None, got 'bf16'"),
         ({"max_shard_nbytes": 0}, "at least 1 byte in a file, got 0"),
         ({"max_shard_nbytes": -1}, "at least 1 byte in a file, got -1"),
     ],
@@ -159,6 +160,19 @@ def test_what_no_weights_can_be_written_in_is_refused(
             **options,
         )
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    """No class of transformers has their names, and would begin with random weights."""
+    adapted = nn.ModuleDict({"base_layer": nn.Linear(2, 2), "lora_A": nn.Linear(2, 1)})
+    layers = nn.ModuleDict({"q_proj": adapted})
+    for model, name in (
+        (layers, "q_proj.base_layer.bias"),
+        (nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.Linear(2, 2)})}), "base_model"),
+    ):
+        with pytest.raises(CheckpointError, match=f"adapters of PEFT: .*{name}.*save_pretrained"):
+            checkpoint.export_hf(model, tmp_path / "exported", config={"model_type": "llama"})
+    assert not list(tmp_path.iterdir())
 
 
 class _Tokenizer:

@@ -358,6 +358,27 @@ def test_a_neutral_option_that_the_optimizer_ignores_is_left_out(tmp_path: Path)
     assert group["lr"] == 0.25 and group.keys() == {"params", *ours.defaults}
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, FusedAdam])
+def test_states_take_the_dtype_of_the_model_that_they_are_cast_for(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """A step goes on as after torch's own load; FusedAdam keeps the dtype of its moments."""
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
+    cast, other = (nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2))
+    loaded, own = (kind(m.parameters(), lr=0.1) for m in (cast, other))
+    load(tmp_path, model=cast, optimizer=loaded, strict="none")
+    other.load_state_dict(model.state_dict())
+    own.load_state_dict(optimizer.state_dict())
+    for each, stepped in ((cast, loaded), (other, own)):
+        each(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        stepped.step()
+    assert differences(full_state(cast, loaded), full_state(other, own)) == []
+
+
 def test_a_resized_layer_can_be_left_out_with_its_states(tmp_path: Path) -> None:
     """A state of the old shape never lands beside a parameter of the new one."""
     model = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 5)})

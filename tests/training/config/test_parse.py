@@ -57,6 +57,27 @@ def test_command_line_overrides_files_that_come_later(tmp_path: Path, form: str)
     assert (config.run.name, config.run.seed) == ("first", 5)
 
 
+def test_the_file_of_a_run_that_was_moved_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin another run in the old folder; options or a later file name a folder anew."""
+    monkeypatch.chdir(tmp_path)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    words = ["--config", _write(moved, "run: {directory: old}")]
+    assert parse_config(words).run.directory == "old", "no run has begun in this folder"
+    (moved / "metrics.jsonl").touch()
+    message = re.escape(f"run's own folder, '{moved}', got 'old'. In run.directory of '{words[1]}'")
+    with pytest.raises(ConfigError, match=f"{message}.*Give --run.directory {moved} to go on"):
+        parse_config(words)
+    assert parse_config([*words, "--run.directory", "moved"]).run.directory == "moved"
+    later = tmp_path / "later.yaml"
+    later.write_text("run: {directory: new}")
+    assert parse_config([*words, "--config", str(later)]).run.directory == "new"
+    (tmp_path / "old").symlink_to(moved)
+    assert parse_config(words).run.directory == "old", "the same folder by another name"
+
+
 def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
     """What to_yaml() writes is read back as the same configuration."""
     config = parse_config(
