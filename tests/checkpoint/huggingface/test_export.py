@@ -177,6 +177,13 @@ def test_what_no_weights_can_be_written_in_is_refused(
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+def test_the_class_of_a_model_is_named(tmp_path: Path) -> None:
+    """Its own, if the config that is given names none."""
+    fields = {"architectures": None}
+    target = checkpoint.export_hf(nn.Linear(2, 2), tmp_path / "exported", config=fields)
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["Linear"]
+
+
 class _Tokenizer:
     """Saves itself as transformers' tokenizers do."""
 
