@@ -544,7 +544,7 @@ def _mark() -> None:
         net = shard(on_meta(Net))
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter.fill_(0.25)
+                parameter.to_local().fill_(0.25)
         mark_main_weights_changed(net, net.parameters() if names_them else None)
         net(*mine(batches(1)[0])).backward()
 
