@@ -498,7 +498,7 @@ def _wrong_times() -> None:
     for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
         unit.unshard()
     optimizer = torch.optim.SGD([model.get_parameter("3.weight")], lr=0.1)
-    with pytest.raises(RuntimeError, match="the sharded parameter '3.weight'.*outside of forward"):
+    with pytest.raises(RuntimeError, match=r"sharded parameter '3\.weight'.*outside of forward"):
         optimizer.step()
     with pytest.raises(ValueError, match=r"shows none.*megafsdp.quantize_\(\) first"):
         megafsdp.requantize_(new_model(), {"3.weight": torch.zeros(256, 256)})
