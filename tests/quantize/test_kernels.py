@@ -533,3 +533,6 @@ def test_a_subclass_is_quantized_by_the_naive_formula() -> None:
     wanted = quantize(BY_NAME["mxfp8"], values)
     found = quantize(BY_NAME["mxfp8"], values.as_subclass(Other))
     assert isinstance(found, Quantized) and torch.equal(found.codes, wanted.codes)
+    batches = kernels._batches([values.as_subclass(Other), values], None)
+    chosen = {index: module for module, _, indices in batches for index in indices}
+    assert chosen == {0: None, 1: kernels.native_module()}
