@@ -174,6 +174,21 @@ def test_a_model_on_the_meta_device_is_filled(ranks: Ranks, tmp_path: Path) -> N
     ranks(2).run(_import_into_meta, str(tmp_path))
 
 
+def _import_theirs_into_meta(source: str) -> None:
+    with torch.device("meta"):
+        model = type(their_model("llama"))(their_config("llama"))
+    sharded(model)
+    checkpoint.import_hf(model, source)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model.model.rotary_emb.inv_freq.is_meta
+
+
+def test_buffers_that_no_file_holds_stay_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Memory without values would be taken for values."""
+    their_model("llama").save_pretrained(tmp_path)
+    ranks(2).run(_import_theirs_into_meta, str(tmp_path))
+
+
 def _rows_read(source: str) -> tuple[int, int]:
     model = sharded(build_model(our_config("llama"), seed=7))
     numel = 0
