@@ -123,18 +123,18 @@ def padding_bound(specs: Sequence[TensorSpec], num_shards: int, *, itemsize: flo
 
     It is the larger of 0.5 % of the elements and the cost of equal row-aligned shards: for each row
     class less than ``num_shards * lcm(granule, 32)``, and for each tensor less than one alignment
-    step. For tensor-atomic tensors ``num_shards`` times their elements are added, because one shard
-    may contain them all.
+    step. For tensor-atomic tensors ``num_shards`` times their elements and 32 are added, because
+    one shard may contain them all.
     """
     fine = max(int(16 / itemsize), 1)
     numel = sum(spec.numel for spec in specs)
-    atomic = [s for s in specs if isinstance(s.placement, TensorAtomic)]
-    if atomic:
-        # The factor 200 cancels _RELATIVE_BOUND, which multiplies the sum below.
-        numel += num_shards * sum(s.numel for s in atomic) * 200
+    atomic = [s.numel for s in specs if isinstance(s.placement, TensorAtomic)]
+    added = num_shards * (sum(atomic) + SHARD_MULTIPLE) if atomic else 0
     rows = {s.granule for s in specs if not isinstance(s.placement, TensorAtomic)}
     classes = sum(num_shards * math.lcm(granule, SHARD_MULTIPLE) for granule in rows)
-    return max(_RELATIVE_BOUND * numel, classes + sum(math.lcm(s.granule, fine) for s in specs))
+    return added + max(
+        _RELATIVE_BOUND * numel, classes + sum(math.lcm(s.granule, fine) for s in specs)
+    )
 
 
 class _Bin:

@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.device.torch_private import end_graph, set_tracer, untraced_frame
@@ -248,7 +247,6 @@ def _write_from_full(tensor: DTensor, full: torch.Tensor) -> bool:
     if not isinstance(tensor, UnevenDTensor):
         return write_full_values(tensor, full)
     wait_before_load()
-    wait_for_writer(local_of(tensor))
     tensor.copy_from_full_(full)
     return True
 

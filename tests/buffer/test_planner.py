@@ -105,7 +105,7 @@ def test_thousands_of_random_layouts(shapes: list[Shape], n: int, itemsize: floa
     num_atomic=st.integers(1, 3),
 )
 def test_atomic_tensors_have_one_owner(shapes: list[Shape], n: int, num_atomic: int) -> None:
-    """Whole tensors lie on one shard each; the others are cut by rows as ever."""
+    """Whole tensors lie on one shard each, aligned; the others are cut by rows as ever."""
     specs = [*_specs(shapes[:num_atomic], TensorAtomic()), *_specs(shapes[num_atomic:])]
     layout = plan_layout(specs, n)
     granules = [spec.numel for spec in specs[:num_atomic]]
@@ -113,6 +113,8 @@ def test_atomic_tensors_have_one_owner(shapes: list[Shape], n: int, num_atomic: 
     for index in range(min(num_atomic, len(specs))):
         lengths = [b - a for a, b in (layout.owned_range(index, s) for s in range(n))]
         assert sorted(lengths)[-1] == specs[index].numel
+    assert all(layout.gathered_offset(i) % 4 == 0 for i in range(len(specs)))
+    assert layout.padding_numel <= padding_bound(specs, n)
 
 
 def test_atomic_tensors_are_spread_evenly() -> None:

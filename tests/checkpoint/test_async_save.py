@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megafsdp import load_full_state_dict
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -63,6 +64,7 @@ class _Held:
 
 def _model(salt: int = 0) -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 6))
+    model.scale = nn.Parameter(torch.ones(()))
     fill(model, salt)
     for layer in model:
         fully_shard(layer)
@@ -162,6 +164,10 @@ def _load_meanwhile(kind: str, root: Path) -> list[str]:
     whole = {name: torch.zeros(value.shape) for name, value in zeros.items()}
     part = {name.removeprefix("2."): v for name, v in zeros.items() if name.startswith("2.")}
 
+    def set_by_torch(names: Iterable[str]) -> None:
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, {name: whole[name] for name in names}, options=options)
+
     def load_with_torch() -> None:
         pending.wait_staged()
         dcp.load({"model": model.state_dict()}, checkpoint_id=str(root / "torch"))
@@ -171,6 +177,8 @@ def _load_meanwhile(kind: str, root: Path) -> list[str]:
         "hub": lambda: import_hf(model, root / "hub", config=config),
         "unit": lambda: model.get_submodule("2").load_state_dict(part),
         "torch": load_with_torch,
+        "setter": lambda: set_by_torch(name for name in whole if name != "scale"),
+        "setter of a scalar": lambda: set_by_torch(["scale"]),
     }
     dcp.save({"model": zeros}, checkpoint_id=str(root / "torch"))
     copy = Staging.copy
@@ -188,11 +196,11 @@ def _load_meanwhile(kind: str, root: Path) -> list[str]:
     return differences(wanted, full_state(model, None))
 
 
-@pytest.mark.parametrize("kind", ["whole", "hub", "unit", "torch"])
+@pytest.mark.parametrize("kind", ["whole", "hub", "unit", "torch", "setter", "setter of a scalar"])
 def test_loads_right_after_the_call_do_not_reach_the_file(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    """Our own loads wait for late copies; before torch's, the caller does."""
+    """Ours, and torch's setters, wait for late copies; before other loads the caller does."""
     assert ranks(2).run(_load_meanwhile, kind, tmp_path) == [[]] * 2
 
 

@@ -6,11 +6,12 @@ import logging
 import os
 import stat
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from megafsdp.data.index_cache import Arrays, cached_arrays
+from megafsdp.data.index_cache import Arrays, cached_arrays, lengths_digest
 
 
 class _Builder:
@@ -108,7 +109,9 @@ def test_other_users_may_read_an_entry(tmp_path: Path, umask: int) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-def test_losing_the_race_to_publish_is_harmless(tmp_path: Path) -> None:
+def test_losing_the_race_to_publish_is_harmless(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """When another process publishes first, both have right arrays and no rest is left."""
 
     def build() -> Arrays:
@@ -117,3 +120,32 @@ def test_losing_the_race_to_publish_is_harmless(tmp_path: Path) -> None:
 
     _check(cached_arrays(tmp_path, {}, build))
     assert len(list(tmp_path.iterdir())) == 1
+    assert not caplog.records
+
+
+def test_an_entry_is_known_by_what_it_was_built_from(tmp_path: Path) -> None:
+    """In any order of the facts; an entry that says otherwise is not taken."""
+    build = _Builder()
+    for description in ({"seed": 1, "epochs": 2}, {"epochs": 2, "seed": 1}):
+        cached_arrays(tmp_path, description, build)
+    assert build.num_calls == 1
+    (path,) = tmp_path.rglob("description.json")
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 3'))
+    cached_arrays(tmp_path, {"seed": 1, "epochs": 2}, build)
+    assert build.num_calls == 2
+
+
+def test_files_are_on_the_disk_before_they_are_found(tmp_path: Path) -> None:
+    """All of an entry's, each under the name that it keeps."""
+    flushed: list[int] = []
+    with mock.patch.object(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_ino)):
+        cached_arrays(tmp_path, {}, _Builder())
+    (entry,) = tmp_path.iterdir()
+    assert sorted(flushed) == sorted(path.stat().st_ino for path in entry.iterdir())
+
+
+def test_the_digest_of_lengths_is_that_of_their_values() -> None:
+    """Also of every second number of an array."""
+    lengths = np.arange(8, dtype=np.int32)
+    assert lengths_digest(lengths[::2]) == lengths_digest(lengths[::2].copy())
+    assert lengths_digest(lengths[::2]) != lengths_digest(lengths[1::2])

@@ -155,7 +155,7 @@ def test_end_of_the_dataset_is_an_error(consumed: int, pad_last: bool) -> None:
 @pytest.mark.parametrize(
     ("batch", "micro", "dp_size", "choices"),
     [
-        (10, 4, 3, ["multiple of 12", "got 10", "global_batch_size 12"]),
+        (10, 4, 3, ["multiple of 12", "got 10", "Use global_batch_size 12"]),
         (
             20,
             3,

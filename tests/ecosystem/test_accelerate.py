@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -26,7 +29,12 @@ pytest.importorskip("accelerate", reason="ecosystem: accelerate is not installed
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, init_empty_weights
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+)
 
 from megafsdp.integrations.accelerate import ShardedAccelerator
 
@@ -207,7 +215,13 @@ def _translated() -> None:
         assert {id(p) for group in again.param_groups for p in group["params"]} == owned
     with launcher_environment():
         classes = ["LlamaMLP"]
-        plugin = plugin_of(transformer_cls_names_to_wrap=classes, ignored_modules=".*norm")
+        # As accelerate leaves it in a plugin that it has used.
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set())
+        plugin = plugin_of(
+            auto_wrap_policy=policy,
+            transformer_cls_names_to_wrap=classes,
+            ignored_modules=".*norm",
+        )
         made = ShardedAccelerator(cpu=True, fsdp_plugin=plugin)
         model = build("llama")
         made.prepare(model, adamw(model))
@@ -220,6 +234,47 @@ def _translated() -> None:
 def test_the_plugins_settings_are_those_of_the_units(ranks: Ranks) -> None:
     """Classes, dtypes, resharding, modules to leave alone, of which a pattern may be given."""
     ranks(2).run(_translated)
+
+
+def _alone() -> None:
+    with launcher_environment():
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        made, model = ShardedAccelerator(cpu=True, fsdp_plugin=plugin_of()), build("llama")
+        made.prepare(model, adamw(model))
+        assert len(units_below([model])) > 1
+
+
+def test_one_process_without_a_launcher_shards(ranks: Ranks) -> None:
+    """For accelerate such a process is no distributed one."""
+    ranks(1).run(_alone)
+
+
+def _on_replicas() -> None:
+    degrees = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    # accelerate has degrees for several GPUs only.
+    anywhere = mock.patch.object(ParallelismConfig, "_validate_accelerator")
+    with launcher_environment(), anywhere:
+        plugin = plugin_of(cpu_offload=True, reshard_after_forward=True)
+        made = ShardedAccelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=degrees)
+        model, reference = build("llama"), build("llama")
+        made.prepare(model, adamw(model))
+        groups = [group for unit in units_below([model]).values() for group in unit.groups]
+        assert groups and all(group.lives_on_host for group in groups)
+        assert {p.device_mesh.shape for p in model.parameters()} == {(2, 2)}
+        # A model that is sharded already stays as it is, and is saved once.
+        made.prepare(model, adamw(model))
+        assert made._models == [model]
+        for net, rows in ((model, own_rows(global_batch(0))), (reference, global_batch(0))):
+            net(**rows).loss.backward()
+        norm = full_tensor(made.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type=1))
+        wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM, norm_type=1)
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+
+
+def test_degrees_and_offload_are_those_of_accelerate(ranks: Ranks) -> None:
+    """Replicas of shards, with parameters on the host, clipped by another norm."""
+    ranks(4).run(_on_replicas)
 
 
 def _empty_weights(directory: Path) -> None:
@@ -282,17 +337,22 @@ def test_a_model_trains_beside_one_that_is_evaluated(ranks: Ranks, tmp_path: Pat
 
 
 def _plugin_of_the_environment() -> None:
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    variables |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "false"}
     with launcher_environment():
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        os.environ |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+        os.environ |= variables
         made, model = ShardedAccelerator(cpu=True), build("qwen3")
         made.prepare(model, adamw(model))
         (unit,) = units_below([model]).values()
         assert unit.options.reshard_after_forward is False
+    with launcher_environment():
+        os.environ |= variables
+        plugin = plugin_of()
+        assert ShardedAccelerator(cpu=True, fsdp_plugin=plugin).state.fsdp_plugin is plugin
 
 
 def test_the_launchers_plugin_is_taken_from_the_environment(ranks: Ranks) -> None:
-    """On CPUs too, where accelerate ignores it."""
+    """On CPUs too, where accelerate ignores it; one that is given stays."""
     ranks(2).run(_plugin_of_the_environment)
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 
-from megafsdp import FSDPModule, checkpoint, full_state_dict, fully_shard, fully_shard_model
+from megafsdp import (
+    FSDPModule,
+    checkpoint,
+    full_state_dict,
+    fully_shard,
+    fully_shard_model,
+    materialize,
+)
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.ecosystem.launch import launcher_environment
@@ -346,3 +354,69 @@ def _refused_modules(directory: Path) -> None:
 def test_what_is_not_translated_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Parameters in lists, which have no forward, and conversions of sharded parameters."""
     ranks(2).run(_refused_modules, tmp_path)
+
+
+class _Chosen(_Contained):
+    """Has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def validation_step(self, rows: torch.Tensor, index: int) -> None:
+        """Run the children."""
+        self(rows)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return the rows of training."""
+        return self.train_dataloader()
+
+
+class _MixedChosen(ShardedModule, _Chosen):
+    """The same with our mix-in; its first child is two units."""
+
+    fsdp_unit_modules: ClassVar = [nn.Linear]
+
+
+class _Empty(_MixedContained):
+    """Without values until it is sharded."""
+
+    def configure_model(self) -> None:
+        """Shard, and fill what has no values."""
+        super().configure_model()
+        materialize(self)
+
+
+def _beside_tensor_parallelism(directory: Path) -> None:
+    with launcher_environment():
+        module = _MixedChosen()
+        fitted = trainer(ShardedStrategy(tensor_parallel_size=2), directory)
+        fitted.gradient_clip_val = None
+        fitted.fit(module)
+    shapes = {p.device_mesh.shape for p in module.layers.parameters()}
+    assert shapes == {(dist.get_world_size() // 2,)}
+    assert len(units_below([module.first])) == 2
+
+
+def test_units_and_meshes_are_those_of_the_module_and_the_strategy(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Ranks of tensor parallelism keep the same rows; without a limit nothing is clipped."""
+    ranks(4).run(_beside_tensor_parallelism, tmp_path)
+
+
+def _evaluates_and_fills(directory: Path) -> None:
+    with launcher_environment():
+        module = _MixedChosen()
+        module.scale.requires_grad_()
+        trainer(STRATEGIES["ours"](), directory).validate(module)
+    with launcher_environment():
+        with torch.device("meta"):
+            empty = _Empty()
+        trainer(STRATEGIES["ours"](), directory).fit(empty)
+    assert not any(p.is_meta for p in empty.parameters())
+
+
+def test_evaluations_and_models_without_values_are_taken(ranks: Ranks, tmp_path: Path) -> None:
+    """An evaluation has no gradients to sum; values come after a model is sharded."""
+    ranks(2).run(_evaluates_and_fills, tmp_path)

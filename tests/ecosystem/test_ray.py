@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megafsdp import checkpoint, full_state_dict, fully_shard_model
+from megafsdp.errors import CheckpointError
 from megafsdp.models import build_model, presets
 from tests.ecosystem.test_pages import PAGES
 from tests.end_to_end.test_readme import ROOT, python_blocks
@@ -102,14 +103,54 @@ def test_storage_that_workers_do_not_mount_is_refused(monkeypatch: pytest.Monkey
         bridge.report({}, step=1, model=torch.nn.Linear(1, 1))
 
 
+def _keep_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a folder the storage of the run."""
+    storage = SimpleNamespace(
+        storage_filesystem=SimpleNamespace(type_name="local"), experiment_fs_path=str(folder)
+    )
+    context = SimpleNamespace(get_storage=lambda: storage)
+    monkeypatch.setattr(bridge.train, "get_context", lambda: context)
+
+
+def _stepped(num_steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(num_steps):
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def test_schedules_are_saved_and_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside weights; Ray refers to the folder and copies nothing."""
+    _keep_in(tmp_path, monkeypatch)
+    reported: dict[str, Any] = {}
+    monkeypatch.setattr(bridge.train, "report", lambda metrics, **given: reported.update(given))
+    model, optimizer, scheduler = _stepped(3)
+    bridge.report({}, step=3, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+    assert reported["checkpoint_upload_mode"] is bridge.CheckpointUploadMode.NO_UPLOAD
+    monkeypatch.setattr(bridge.train, "get_checkpoint", lambda: reported["checkpoint"])
+    other, optimizer, scheduler = _stepped(0)
+    assert bridge.resume(other, optimizer, scheduler) == 3
+    assert scheduler.last_epoch == 3 and torch.equal(other.weight, model.weight)
+
+
+def test_a_step_that_cannot_be_saved_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only a step that is there already is no error."""
+    _keep_in(tmp_path, monkeypatch)
+    (tmp_path / bridge.FOLDER).write_text("not a folder")
+    with pytest.raises(CheckpointError, match=bridge.FOLDER):
+        bridge.report({}, step=2, model=torch.nn.Linear(1, 1))
+
+
 def test_a_step_that_was_saved_but_not_reported_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A worker that died in between takes nothing with it: the run comes by again."""
-    storage = SimpleNamespace(
-        storage_filesystem=SimpleNamespace(type_name="local"), experiment_fs_path=str(tmp_path)
-    )
-    context = SimpleNamespace(get_storage=lambda: storage)
+    _keep_in(tmp_path, monkeypatch)
     reported: list[str] = []
 
     def died(*args: object, **options: object) -> None:
@@ -118,7 +159,6 @@ def test_a_step_that_was_saved_but_not_reported_is_reported(
     def report(metrics: object, *, checkpoint_dir_name: str, **options: object) -> None:
         reported.append(checkpoint_dir_name)
 
-    monkeypatch.setattr(bridge.train, "get_context", lambda: context)
     model = torch.nn.Linear(1, 1)
     for step in (2, 4):
         monkeypatch.setattr(bridge.train, "report", died)

@@ -540,12 +540,13 @@ def _set_some_of_the_full_state() -> None:
 
 
 def _mark() -> None:
-    net = shard(on_meta(Net))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.fill_(0.25)
-    mark_main_weights_changed(net)
-    net(*mine(batches(1)[0])).backward()
+    for names_them in (False, True):
+        net = shard(on_meta(Net))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.to_local().fill_(0.25)
+        mark_main_weights_changed(net, net.parameters() if names_them else None)
+        net(*mine(batches(1)[0])).backward()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import megafsdp
@@ -495,6 +495,11 @@ def _wrong_times() -> None:
     with pytest.raises(ValueError, match=r"a floating-point dtype, got torch.int32.*'3.weight'"):
         megafsdp.requantize_(model, {"3.weight": torch.zeros(256, 256, dtype=torch.int32)})
     assert torch.equal(shards_of(model)["3.weight"].codes, codes)
+    for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
+        unit.unshard()
+    optimizer = torch.optim.SGD([model.get_parameter("3.weight")], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"sharded parameter '3\.weight'.*outside of forward"):
+        optimizer.step()
     with pytest.raises(ValueError, match=r"shows none.*megafsdp.quantize_\(\) first"):
         megafsdp.requantize_(new_model(), {"3.weight": torch.zeros(256, 256)})
 

@@ -209,12 +209,16 @@ def _split_backward_alone(strategy: str) -> None:
     else:
         with pytest.raises(NotImplementedError, match=r"'view(_as)?'.*Use Schedule1F1B or"):
             stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
-    # A whole backward is reduced.
+    # A whole backward is reduced, by itself or then; a frozen stage has nothing to reduce.
     net.reset_iter_state()
-    net.set_is_last_backward(False)
-    net(x).sum().backward()
-    stage.perform_reduce_grad(1)
-    assert all(p.grad is not None for p in net.parameters())
+    for is_synced, is_trained in ((False, True), (True, True), (True, False)):
+        net.requires_grad_(is_trained)
+        net.set_requires_gradient_sync(is_synced)
+        net.set_is_last_backward(False)
+        net(x).sum().backward()
+        stage.perform_reduce_grad(1)
+        assert all((p.grad is not None) == is_trained for p in net.parameters())
+        net.zero_grad()
 
 
 def test_a_split_backward_loses_no_gradient_in_silence(ranks: Ranks) -> None:
@@ -374,6 +378,8 @@ def _inner_state() -> None:
     # A name that a later torch may add and call on units.
     with pytest.raises(NotImplementedError, match="'_set_anything'"):
         state._set_anything()
+    # Python itself asks objects for such names.
+    assert not hasattr(state, "__length_hint__")
 
 
 def test_what_torch_wants_of_a_unit_and_ours_has_not_is_refused(ranks: Ranks) -> None:

@@ -199,3 +199,15 @@ def _follows_with_states() -> None:
 def test_states_that_are_made_before_the_first_step_are_cut_as_well(ranks: Ranks) -> None:
     """Adagrad makes its sums when it is built."""
     ranks(2).run(_follows_with_states)
+
+
+def test_only_new_optimizers_of_the_module_follow() -> None:
+    """Momentum is a state of steps too, though no step is counted beside it."""
+    net = nn.Linear(2, 2)
+    stepped = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    for optimizer, got in ((stepped, "states of steps"), (others, "parameters of another model")):
+        with pytest.raises(ValueError, match=got), weight_sync.optimizers_follow(net, [optimizer]):
+            pass

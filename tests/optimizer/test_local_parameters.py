@@ -20,6 +20,7 @@ from megafsdp import (
     num_zero_grads,
     param_group_norms,
 )
+from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from tests.fsdp.toy import Net, assert_same_parameters, batches, mine, shard, train_both
 from tests.ranks import RankPool
@@ -89,8 +90,10 @@ def _follows_gradients() -> None:
     block = next(p for p in flat if p.untyped_storage().data_ptr() == storage)
     first.grad = torch.ones_like(first)
     assert bool((block.grad == 1).any())
-    first.grad = None
+    kept, first.grad = first.grad, None
     assert not bool((block.grad == 1).any())
+    # What the user has kept is memory of its own.
+    assert bool((kept.to_local() == 1).all())
     torch.optim.SGD(flat, lr=0.1).zero_grad()
     assert all(p.grad is None for p in net.parameters())
     with pytest.raises(RuntimeError, match="a change in place"):
@@ -121,6 +124,10 @@ def _takes_assigned_gradients(strategy: str, is_after_backward: bool) -> None:
         assert torch.equal(value, before[name] - 0.5), name
     torch.optim.SGD(flat).zero_grad(set_to_none=False)
     assert all(bool((p.grad == 0).all()) for p in net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = None
+    groups = [group for unit in units_below([net]).values() for group in unit.groups]
+    assert all(group.gradients.main_grad.buffer is None for group in groups)
 
 
 @pytest.mark.parametrize("is_after_backward", [False, True])

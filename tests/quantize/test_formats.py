@@ -140,6 +140,19 @@ def test_under_an_older_maximum_what_is_too_large_is_clamped_and_the_infinite_is
 
 @pytest.mark.native
 @each_format
+def test_values_are_decoded_to_any_dtype(weight_format: WeightFormat) -> None:
+    """In fp64 they are those of fp32."""
+    values = randn(*SHAPES[weight_format.name])
+    found, shape = quantize(weight_format, values), tuple(values.shape)
+    wide, narrow = (
+        weight_format.decode(found.codes, found.table, shape, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert wide.dtype == torch.float64 and torch.equal(wide, narrow.double())
+
+
+@pytest.mark.native
+@each_format
 def test_values_go_through_another_dtype(weight_format: WeightFormat) -> None:
     """As if they had been cast before; what a cast makes infinite makes its tile NaN."""
     values = randn(*SHAPES[weight_format.name])

@@ -529,7 +529,12 @@ def test_a_subclass_is_quantized_by_the_naive_formula() -> None:
     class Other(torch.Tensor):
         pass
 
-    values = randn(96, 64)
-    wanted = quantize(BY_NAME["mxfp8"], values)
-    found = quantize(BY_NAME["mxfp8"], values.as_subclass(Other))
-    assert isinstance(found, Quantized) and torch.equal(found.codes, wanted.codes)
+    # Of tiny values the factors are limited.
+    for name, scale in (("mxfp8", 1.0), ("nvfp4", 1e-38), ("fp8_block", 1e-38)):
+        values = scale * randn(96, 64)
+        wanted = quantize(BY_NAME[name], values)
+        found = quantize(BY_NAME[name], values.as_subclass(Other))
+        assert isinstance(found, Quantized) and torch.equal(found.codes, wanted.codes)
+    batches = kernels._batches([values.as_subclass(Other), values], None)
+    chosen = {index: module for module, _, indices in batches for index in indices}
+    assert chosen == {0: None, 1: kernels.native_module()}

@@ -145,7 +145,7 @@ def _plan_export(
 ) -> Export:
     aliases = {k: v for k, v in reader.whole_aliases().items() if k.startswith(_PREFIX)}
     tied = {k.removeprefix(_PREFIX): v.removeprefix(_PREFIX) for k, v in aliases.items()}
-    keys = [key for key in reader.whole_keys() if key.startswith(_PREFIX) and key not in aliases]
+    keys = [key for key in reader.whole_keys() if key.startswith(_PREFIX)]
     facts = {key.removeprefix(_PREFIX): (reader.shape(key), reader.dtype(key)) for key in keys}
     if config is None:
         config = stored_config(reader.object("extra"))

@@ -173,7 +173,7 @@ def match_stored(
             is tied to.
     """
     wanted = {name for entry in plan.entries for name in entry.theirs}
-    stored = full_names(reader.names, plan.model_type, wanted - plan.tied.keys())
+    stored = full_names(reader.names, plan.model_type, wanted)
     hint = None if is_mapped(entry.ours for entry in plan.entries) else _HINT_FOR_THEIRS
     tied, where = set(plan.tied), "the Hugging Face files"
     expect_names(stored, wanted, optional=tied, where=where, hint=hint)

@@ -105,10 +105,9 @@ def plan_model(
     if not is_mapped(shapes):
         if reader is None:
             _require_no_adapters(shapes)
-        tied = {alias: target for alias, target in aliases.items() if alias != target}
         same = (MappingRow(n, {n: "rows"}).entry(shape, {}) for n, shape in shapes.items())
         fields = {} if config is None and reader is not None else _their_fields(config)
-        return HubPlan(tuple(same), tied, fields)
+        return HubPlan(tuple(same), aliases, fields)
     rows = our_vocabulary_rows(shapes)
     model, fields = _our_config(config, rows)
     model_type, vocab_size = str(fields["model_type"]), int(str(fields["vocab_size"]))
@@ -163,7 +162,10 @@ def _our_config(config: ConfigLike | None, rows: int) -> tuple[ModelConfig, dict
     if isinstance(config, ModelConfig):
         return config, fields_of(config)
     fields = _their_fields(config)
-    return config_from_hugging_face(fields, padded_vocab_size=rows), fields
+    model = config_from_hugging_face(fields, padded_vocab_size=rows)
+    if not fields.get("architectures"):
+        fields["architectures"] = config_to_hugging_face(model)["architectures"]
+    return model, fields
 
 
 def _their_fields(config: ConfigLike | None) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -230,6 +231,7 @@ def _mixtures(is_bypassed: bool) -> dict[str, str]:
     one, other = (cut(full, mesh, **cuts) for cuts in CUTS)
     with _path(is_bypassed):
         raised = {n: _raised(op, one, other, full.clone()) for n, op in MIXED.items()}
+        assert one.new_empty((10, 4), device="meta").is_meta
     assert torch.equal(one.local, cut(full, mesh, **CUTS[0]).local), "nothing was written"
     return raised
 
@@ -357,3 +359,19 @@ def _no_sharding_propagation() -> None:
 def test_elementwise_operations_never_enter_dtensor_dispatch(ranks: Ranks) -> None:
     """Nor do statistics: a first step over many parameters is not superlinear; equal() enters."""
     ranks(2).run(_no_sharding_propagation)
+
+
+def _unscaled_over_two_axes() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    grads = [cut(torch.ones(8, 2), mesh[name]) for name in ("a", "b")]
+    if (mesh.get_local_rank("a"), mesh.get_local_rank("b")) == (0, 1):
+        grads[1].local.fill_(torch.inf)
+    found_inf = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(0.5))
+    assert grads[0].to_local().eq(0.5).all()
+    return found_inf.item()
+
+
+def test_all_ranks_learn_of_an_infinity_in_either_cut(ranks: Ranks) -> None:
+    """Gradients of one list may be divided over different axes."""
+    assert ranks(4).run(_unscaled_over_two_axes) == [1.0] * 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
+from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED, refusing_random_numbers
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.device.torch_private import version_of
 from tests.buffer.cuts import cut, random, whole_mesh
@@ -52,6 +52,18 @@ def _rows_of_a_whole_draw(is_bypassed: bool) -> None:
 def test_draws_are_rows_of_a_draw_for_the_whole(ranks: Ranks, is_bypassed: bool) -> None:
     """On ranks with many rows, few and none, which leave the random state alike."""
     ranks(3).run(_rows_of_a_whole_draw, is_bypassed)
+
+
+def _refused_for_a_while() -> None:
+    tensor = cut(torch.zeros(10, 4), whole_mesh())
+    with refusing_random_numbers(), pytest.raises(NotImplementedError, match="normal_"):
+        tensor.normal_()
+    assert bool((tensor.normal_().full_tensor() != 0).all())
+
+
+def test_draws_are_refused_only_beside_an_initialiser(ranks: Ranks) -> None:
+    """Afterwards they are rows of a draw for the whole again."""
+    ranks(2).run(_refused_for_a_while)
 
 
 def _rows(is_bypassed: bool) -> None:

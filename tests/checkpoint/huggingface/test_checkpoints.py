@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel
 
 from megafsdp import checkpoint, full_state_dict
+from megafsdp.checkpoint.huggingface.checkpoints import stored_config
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model
@@ -26,6 +28,7 @@ from tests.checkpoint.huggingface.hf_models import (
     assert_same_files,
     our_config,
     our_model,
+    read,
     sharded,
     their_config,
     their_model,
@@ -138,7 +141,11 @@ def test_files_become_a_checkpoint_in_a_store_and_come_back(tmp_path: Path) -> N
     made = checkpoint.import_hf_checkpoint(tmp_path / "pretrained", root)
     assert made.directory == f"{root}/iter_0000000"
     assert len(made.files) == 1
-    checkpoint.export_hf_checkpoint(root, tmp_path / "exported", dtype=None)
+    ours = list(our_model("llama").parameters())
+    assert made.num_tensors == len(ours)
+    assert made.nbytes == sum(parameter.nbytes for parameter in ours)
+    made = checkpoint.export_hf_checkpoint(root, tmp_path / "exported", dtype=None)
+    assert made.num_tensors == len(their_model("llama").state_dict())
     assert_same_files(tmp_path / "pretrained", tmp_path / "exported")
 
 
@@ -178,12 +185,36 @@ def test_kept_names_are_those_of_the_class_that_the_files_are_of(
     checkpoint.load(tmp_path / "base", model=base)
     _assert_same_state(base, whole.base_model)
 
-    whole.config.architectures = [type(whole).__name__]
-    whole.config.save_pretrained(files)
-    checkpoint.import_hf_checkpoint(files, tmp_path / "whole", keeps_names=True)
-    loaded = type(whole)(their_config(family))
-    checkpoint.load(tmp_path / "whole", model=loaded, allow_missing=["model.lm_head.weight"])
-    _assert_same_state(loaded.base_model, whole.base_model)
+    # A config that names no class is taken for the model with its head.
+    for step, named in enumerate(([type(whole).__name__], None)):
+        whole.config.architectures = named
+        whole.config.save_pretrained(files)
+        checkpoint.import_hf_checkpoint(files, tmp_path / "whole", keeps_names=True, step=step)
+        loaded = type(whole)(their_config(family))
+        checkpoint.load(tmp_path / "whole", model=loaded, allow_missing=["model.lm_head.weight"])
+        _assert_same_state(loaded.base_model, whole.base_model)
+
+
+def test_weights_have_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    """Main weights are fp32 if no other is; integers stay integers."""
+    tensors = {"weight": torch.ones(2, dtype=torch.bfloat16), "count": torch.tensor([2**60 + 1])}
+    files, root = tmp_path / "pretrained", tmp_path / "root"
+    files.mkdir()
+    save_file(tensors, files / "model.safetensors")
+    (files / "config.json").write_text('{"model_type": "none"}')
+    for step, options in enumerate(({}, {"dtype": torch.float16}, {"dtype": None})):
+        checkpoint.import_hf_checkpoint(files, root, step=step, keeps_names=True, **options)
+        with CheckpointReader(root, step) as stored:
+            wanted = (torch.float32, torch.float16, torch.bfloat16)[step]
+            assert stored.dtype("model.weight") == wanted
+            assert stored.dtype("model.count") == torch.int64
+            assert torch.equal(stored.tensor("model.count"), tensors["count"])
+    checkpoint.export_hf_checkpoint(root, tmp_path / "exported", dtype=torch.float64)
+    exported = read(tmp_path / "exported")
+    assert {name: t.dtype for name, t in exported.items()} == {
+        "weight": torch.float64,
+        "count": torch.int64,
+    }
 
 
 @pytest.mark.parametrize("family", DENSE + MIXTURES)
@@ -216,6 +247,8 @@ def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Pass config="):
         checkpoint.export_hf_checkpoint(tmp_path / "saved", tmp_path / "exported")
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+    # Other tools may have stored something else in its place.
+    assert stored_config("a note") is None
 
 
 def test_damage_is_found_and_nothing_is_published(tmp_path: Path) -> None:
@@ -247,7 +280,8 @@ def test_files_that_cannot_become_ours_are_refused(tmp_path: Path) -> None:
         checkpoint.import_hf_checkpoint(
             tmp_path / "pretrained", tmp_path / "root", dtype=torch.int8
         )
-    path.unlink()
-    with pytest.raises(CheckpointError, match="config"):
-        checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")
+    for damage in (lambda: path.write_text("{"), path.unlink):
+        damage()
+        with pytest.raises(CheckpointError, match="the fields of a model's config in JSON"):
+            checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")
     assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,14 +11,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from megafsdp import checkpoint, fully_shard_model
 from megafsdp.checkpoint.huggingface import export as hf
 from megafsdp.checkpoint.huggingface import output
 from megafsdp.checkpoint.huggingface.output import prepare
+from megafsdp.checkpoint.huggingface.plan import (
+    architecture_of,
+    config_fields,
+    fields_of,
+    hub_state,
+)
 from megafsdp.checkpoint.huggingface.safetensors_files import write_file
 from megafsdp.errors import CheckpointError
+from megafsdp.models import build_model
 from tests.buffer.parts import cut_model, joined
 from tests.checkpoint.huggingface.allocator import allocated
 from tests.checkpoint.huggingface.hf_models import (
@@ -25,6 +35,7 @@ from tests.checkpoint.huggingface.hf_models import (
     DENSE,
     VOCABULARY,
     assert_loads,
+    our_config,
     our_model,
     read,
     sharded,
@@ -122,10 +133,15 @@ def test_parts_of_tensors_are_exported_whole(
 def test_a_plain_model_exports_without_ranks(tmp_path: Path, dtype: torch.dtype | None) -> None:
     """In its own dtype unless another is asked for; one file without an index, its own config."""
     options = {} if dtype is None else {"dtype": dtype}
-    target = checkpoint.export_hf(our_model("llama"), tmp_path / "exported", **options)
+    model = our_model("llama")
+    if dtype is not None:
+        options["config"] = fields_of(model.config) | {"architectures": None}
+    target = checkpoint.export_hf(model, tmp_path / "exported", **options)
     assert sorted(p.name for p in target.iterdir()) == ["config.json", "model.safetensors"]
     fields = json.loads((target / "config.json").read_text())
     assert fields["architectures"] == ["LlamaForCausalLM"]
+    with safe_open(target / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
     wanted_dtype = dtype or torch.float32
     assert fields["torch_dtype"] == str(wanted_dtype).removeprefix("torch.")
     wanted = their_model("llama").state_dict()
@@ -175,6 +191,13 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_class_of_a_model_is_named(tmp_path: Path) -> None:
+    """Its own, if the config that is given names none."""
+    fields = {"architectures": None}
+    target = checkpoint.export_hf(nn.Linear(2, 2), tmp_path / "exported", config=fields)
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["Linear"]
+
+
 class _Tokenizer:
     """Saves itself as transformers' tokenizers do."""
 
@@ -215,7 +238,13 @@ class _Counting(nn.Module):
 
 def _export_buffers(directory: str) -> None:
     model = fully_shard_model(nn.Sequential(_Counting(), _Counting()), [_Counting])
-    checkpoint.export_hf(model, directory, config={"model_type": "none"}, max_shard_nbytes=1)
+    checkpoint.export_hf(
+        model,
+        directory,
+        config={"model_type": "none"},
+        dtype=torch.bfloat16,
+        max_shard_nbytes=1,
+    )
 
 
 def test_buffers_are_rank_zeros_and_integers_stay(ranks: Ranks, tmp_path: Path) -> None:
@@ -224,7 +253,53 @@ def test_buffers_are_rank_zeros_and_integers_stay(ranks: Ranks, tmp_path: Path) 
     got = read(tmp_path / "exported")
     for index in range(2):
         assert torch.equal(got[f"{index}.count"], torch.tensor(5))
-        assert torch.equal(got[f"{index}.mean"], torch.zeros(3, dtype=torch.bfloat16))
+        assert torch.equal(got[f"{index}.mean"], torch.zeros(3))
+        assert got[f"{index}.count"].dtype == torch.int64
+        assert got[f"{index}.mean"].dtype == torch.bfloat16
+
+
+def test_the_config_names_the_dtype_of_the_weights() -> None:
+    """The first that is no integer; what the config said before is left out."""
+    before = {"dtype": "float32", "torch_dtype": "float32", "n_layer": 2}
+    fields = config_fields(before, iter((torch.int64, torch.bfloat16, torch.float32)))
+    assert fields == {"n_layer": 2, "torch_dtype": "bfloat16"}
+    assert config_fields(before, iter((torch.int64,))) == {"n_layer": 2}
+
+
+class _Remembering(nn.Linear):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> object:
+        return "a note"
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def test_states_without_a_place_in_the_files_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a warning, which other models do not get."""
+    for index, layer in enumerate((nn.Linear(2, 2), _Remembering(2, 2))):
+        checkpoint.export_hf(nn.Sequential(layer), tmp_path / str(index), config={"a": 1})
+        assert ("no place for ['model.0._extra_state']" in caplog.text) == (index == 1)
+        assert ("no place" in caplog.text) == (index == 1)
+
+
+def _wrapped_models() -> None:
+    bare = their_model("gpt2", True)
+    wanted = hub_state(bare)
+    assert wanted.tied
+    for wrap in (torch.compile, nn.parallel.DistributedDataParallel):
+        model = wrap(bare)
+        found = hub_state(model)
+        assert found.tensors.keys() == wanted.tensors.keys() and found.tied == wanted.tied
+        assert architecture_of(model) == type(bare).__name__
+
+
+def test_wrappers_do_not_show_in_names(ranks: Ranks) -> None:
+    """Those of torch.compile and DistributedDataParallel, around tied weights."""
+    ranks(2).run(_wrapped_models)
 
 
 def _peaks(family: str, directory: str, *sharding: object) -> dict[str, int]:
@@ -275,15 +350,20 @@ def test_no_rank_needs_more_than_a_file_and_a_tensor(
         assert peaks["file"] <= 40_000
         assert peaks["peak"] <= peaks["file"] + peaks["largest"] + slack, found
         assert peaks["peak"] <= peaks["asked"] + slack, found
-    assert max(peaks["peak"] for peaks in found) >= max(peaks["file"] for peaks in found)
+    asked = max(peaks["file"] for peaks in found)
+    assert max(peaks["peak"] for peaks in found) >= asked
+    files = (tmp_path / "exported").glob("*.safetensors")
+    assert asked == max(sum(t.nbytes for t in load_file(file).values()) for file in files)
 
 
 def _fail_on_rank_one(directory: str) -> str:
     model = sharded(our_model("llama"))
+    # Later files could be written.
+    errors = [OSError(28, "No space left on device")] if dist.get_rank() == 1 else []
 
     def failing(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        if dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
+        if errors:
+            raise errors.pop()
         write_file(path, tensors)
 
     with (
@@ -374,6 +454,32 @@ def _interrupted(*unused: object) -> None:
     raise KeyboardInterrupt
 
 
+def _unlike(directory: str) -> None:
+    model = sharded(our_model("llama"))
+    dtype = torch.bfloat16 if dist.get_rank() else None
+    with pytest.raises(CheckpointError, match="the same tensors on all ranks"):
+        checkpoint.export_hf(model, directory, dtype=dtype)
+
+
+def test_ranks_that_ask_for_different_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Before anything is gathered."""
+    ranks(2).run(_unlike, str(tmp_path / "exported"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _without_values(directory: str) -> None:
+    with torch.device("meta"):
+        model = build_model(our_config("llama"))
+    with pytest.raises(CheckpointError, match=r"export_hf\(\)"):
+        checkpoint.export_hf(sharded(model), directory)
+
+
+def test_a_model_without_values_is_not_exported(ranks: Ranks, tmp_path: Path) -> None:
+    """Its memory holds anything."""
+    ranks(2).run(_without_values, str(tmp_path / "exported"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     """Errors that no rank agrees on, too, are followed by the removal of the directory."""
     with mock.patch.object(hf, "_write", _interrupted), pytest.raises(KeyboardInterrupt):
@@ -381,15 +487,35 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_everything_is_on_the_disk_when_the_directory_appears(tmp_path: Path) -> None:
+    """Each file and the names of all files; then the directory's own name."""
+    flushed: list[int] = []
+    flush = os.fsync
+
+    def recording(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    with mock.patch.object(os, "fsync", recording):
+        target = checkpoint.export_hf(
+            our_model("llama"), tmp_path / "exported", max_shard_nbytes=40_000
+        )
+    paths = [*target.iterdir(), target]
+    assert len(paths) > 5
+    assert {path.stat().st_ino for path in paths} <= set(flushed)
+    assert flushed[-1] == tmp_path.stat().st_ino
+
+
 def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
-    """An empty one is taken; what a killed export left beside it goes."""
+    """So is a file. An empty one is taken; what a killed export left beside it goes."""
     model = our_model("llama")
     (tmp_path / "exported").mkdir()
     (tmp_path / ".tmp-exported-0a1b2c3d").mkdir()
     checkpoint.export_hf(model, tmp_path / "exported")
     assert [p.name for p in tmp_path.iterdir()] == ["exported"]
-    with pytest.raises(CheckpointError, match="does not exist or is empty"):
-        checkpoint.export_hf(model, tmp_path / "exported")
+    for taken in (tmp_path / "exported", tmp_path / "exported" / "config.json"):
+        with pytest.raises(CheckpointError, match="does not exist or is empty"):
+            checkpoint.export_hf(model, taken)
 
 
 def test_an_export_below_a_save_root_survives_a_save_and_other_exports(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +24,8 @@ from megafsdp import (
     materialize,
 )
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.checkpoint.huggingface import import_
+from megafsdp.checkpoint.huggingface.plan import plan_model
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
 from megafsdp.models import LanguageModel, build_model
@@ -170,6 +174,21 @@ def test_a_model_on_the_meta_device_is_filled(ranks: Ranks, tmp_path: Path) -> N
     ranks(2).run(_import_into_meta, str(tmp_path))
 
 
+def _import_theirs_into_meta(source: str) -> None:
+    with torch.device("meta"):
+        model = type(their_model("llama"))(their_config("llama"))
+    sharded(model)
+    checkpoint.import_hf(model, source)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model.model.rotary_emb.inv_freq.is_meta
+
+
+def test_buffers_that_no_file_holds_stay_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Memory without values would be taken for values."""
+    their_model("llama").save_pretrained(tmp_path)
+    ranks(2).run(_import_theirs_into_meta, str(tmp_path))
+
+
 def _rows_read(source: str) -> tuple[int, int]:
     model = sharded(build_model(our_config("llama"), seed=7))
     numel = 0
@@ -258,7 +277,11 @@ def test_published_names_of_gpt2_are_taken(tmp_path: Path) -> None:
 def _refused(source: str, is_tied: bool) -> str:
     model = sharded(build_model(our_config("qwen3", is_tied), seed=7))
     before = full_state_dict(model)
-    with pytest.raises(CheckpointError) as caught:
+    # Each rank compares its rows in several pieces.
+    with (
+        mock.patch.object(import_, "_PIECE_NUMEL", 100),
+        pytest.raises(CheckpointError) as caught,
+    ):
         checkpoint.import_hf(model, source)
     after = full_state_dict(model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -282,7 +305,13 @@ def _with_larger_vocabulary(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _with_other_output(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    # Of the two ranks, only the last one sees it.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1] += 1
+
+
+def _with_shorter_output(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
 
 
 @pytest.mark.parametrize(
@@ -293,6 +322,7 @@ def _with_other_output(tensors: dict[str, torch.Tensor]) -> None:
         (_with_other_shape, "k_proj.weight' of shape (16, 48) instead of (32, 48)"),
         (_with_larger_vocabulary, f"at most {VOCABULARY} rows, got {VOCABULARY + 1}"),
         (_with_other_output, "tie_embeddings=False"),
+        (_with_shorter_output, "tie_embeddings=False"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -316,6 +346,17 @@ def test_the_output_layer_of_a_tied_model_may_be_stored(tmp_path: Path) -> None:
     model = build_model(our_config("qwen3", True), seed=7)
     checkpoint.import_hf(model, tmp_path)
     _assert_same_state(model, our_model("qwen3", True))
+
+
+def test_tied_tensors_without_dimensions_are_compared(tmp_path: Path) -> None:
+    """Equal ones are taken, two values are refused."""
+    plan = plan_model({"a": ()}, {"b": "a"}, {})
+    for value in (1.0, 2.0):
+        stored = {"a": torch.tensor(1.0), "b": torch.tensor(value)}
+        save_file(stored, tmp_path / "model.safetensors")
+        refusal = pytest.raises(CheckpointError, match="'b' equal to 'a'")
+        with refusal if value == 2 else contextlib.nullcontext():
+            import_.match_stored(plan, SafetensorsReader(tmp_path))
 
 
 def _load_another_form(source: str) -> None:
@@ -351,8 +392,8 @@ def _misname(directory: Path) -> None:
     path.write_text(json.dumps(index))
 
 
-def _garble(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text("{}")
+def _garble(text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / "model.safetensors.index.json").write_text(text)
 
 
 def _empty(directory: Path) -> None:
@@ -366,7 +407,10 @@ def _empty(directory: Path) -> None:
         (_truncate, "model-00002-of-"),
         (_remove, "model-00002-of-"),
         (_misname, "an index of the tensors that the files hold"),
-        (_garble, "an index in JSON with a weight_map"),
+        *(
+            (_garble(text), "an index in JSON with a weight_map")
+            for text in ("{}", "{", "[]", '{"weight_map": []}')
+        ),
         (_empty, "model.safetensors or model.safetensors.index.json"),
     ],
 )

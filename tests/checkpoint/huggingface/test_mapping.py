@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megafsdp.checkpoint.huggingface.mapping import (
+    MappingRow,
     full_names,
     layout_sizes,
     mapping_rows,
@@ -215,6 +216,34 @@ def test_modules_that_transformers_leaves_out_are_left_out() -> None:
     assert full_names(names, "qwen3_next") == {"model.norm.weight": "model.norm.weight"}
     assert unbuilt_names(names, "qwen3_next") == names[1:]
     assert unbuilt_names(names, "qwen3_moe") == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept", "left_out"),
+    [
+        ("gpt2", "transformer.wte.weight", "transformer.h.0.attn.bias"),
+        ("gpt2", "transformer.wte.weight", "transformer.h.0.attn.masked_bias"),
+        ("llama", "model.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_buffers_of_old_files_are_left_out(model_type: str, kept: str, left_out: str) -> None:
+    """Masks and frequencies are computed."""
+    assert full_names([kept, left_out], model_type) == {kept: kept}
+
+
+def test_one_wanted_name_does_not_make_all_names_full() -> None:
+    """The output layer's name has no prefix, whether the others have one or not."""
+    wanted = {"transformer.wte.weight", "lm_head.weight"}
+    found = full_names(["wte.weight", "lm_head.weight"], "gpt2", wanted)
+    assert found == {"transformer.wte.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}
+
+
+def test_tensors_are_contiguous_on_either_side() -> None:
+    """Whatever memory they come from, as files and checkpoints need them."""
+    entry = MappingRow("ours", {"theirs": "rows"}).entry((3, 2), {})
+    whole = torch.arange(6.0).view(2, 3).T
+    for found in (entry.join([whole]), entry.split(whole)["theirs"]):
+        assert found.is_contiguous() and torch.equal(found, whole)
 
 
 def test_the_vocabulary_is_padded_with_zeros_and_trimmed() -> None:

@@ -47,6 +47,14 @@ def test_runs_are_as_long_as_rows_stand_together() -> None:
     assert runs == tuple(RowRun(*run) for run in wanted)
 
 
+def test_rows_of_several_tensors_are_several_runs() -> None:
+    """With one head in a group, the next rows of each tensor begin where those of another end."""
+    parts = [Part("groups(heads(q))"), Part("groups(k)")]
+    _, runs = match_rows("groups(heads(q) k)", parts, {"groups": 2, "heads": 1}, 16)
+    wanted = ((0, 0, 0, 4), (1, 0, 4, 4), (0, 4, 8, 4), (1, 4, 12, 4))
+    assert runs == tuple(RowRun(*run) for run in wanted)
+
+
 def test_gated_queries_are_interleaved_by_query_group() -> None:
     """[q; gate; k; v] of each group, from queries that are stored with the gate of their head."""
     num_groups, heads, dim = 2, 3, 4

@@ -46,12 +46,15 @@ def test_the_library_reads_every_dtype_and_shape(tmp_path: Path, max_nbytes: int
     tensors = _tensors()
     export = _plan(tensors, max_nbytes)
     assert len(export.files) == (1 if max_nbytes > 1 else 48)
-    target = tmp_path / "exported"
+    target = tmp_path / "folder" / "below" / "exported"
     temporary = prepare(target)
     assert write_files(export, temporary, lambda _, entry, dtype: tensors[entry.ours]) is None
     publish(temporary, target, export)
     got = {k: t for file in export.files for k, t in load_file(target / file.name).items()}
     assert got.keys() == tensors.keys()
+    names = SafetensorsReader(target).names
+    # The order of the files, in every process.
+    assert list(dict.fromkeys(map(export.file_of.get, names))) == [f.name for f in export.files]
     for name, tensor in tensors.items():
         assert got[name].dtype == tensor.dtype, name
         assert got[name].shape == tensor.shape, name
@@ -70,6 +73,15 @@ def test_files_are_filled_in_order_and_named_in_an_index(tmp_path: Path) -> None
     index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 32, "total_size": 32}
     assert index["weight_map"]["1"] == "model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_two_files_have_an_index(tmp_path: Path, num_files: int) -> None:
+    """One file has none."""
+    export = _plan({str(i): torch.ones(2) for i in range(num_files)}, 8)
+    target = publish(prepare(tmp_path / "exported"), tmp_path / "exported", export)
+    assert len(export.files) == num_files
+    assert (target / "model.safetensors.index.json").exists() == (num_files == 2)
 
 
 def test_a_dtype_without_a_name_is_refused() -> None:

@@ -70,3 +70,10 @@ def test_hours_must_be_above_zero(tmp_path: Path, capsys: pytest.CaptureFixture[
     """The option is named."""
     assert main(["ckpt", "cadence", str(tmp_path), "--mtbf-hours", "0"]) == 2
     assert "hours above 0, got 0.0. In --mtbf-hours" in capsys.readouterr().err
+
+
+def test_an_interval_is_a_step_at_least() -> None:
+    """Where saves cost nothing; a row without its time does not count."""
+    steps = [{"step_s": 2.0}, {"step_s": None}, {"step_s": 0.0}]
+    found = cadence(steps, [{"stall_s": 0.0, "save_s": 0.1}], mtbf_s=60.0)
+    assert (found.step_s, found.interval_s, found.interval_steps) == (2.0, 2.0, 1)

@@ -37,9 +37,11 @@ def test_a_damaged_line_is_dropped_and_no_error(tmp_path: Path, line: bytes) -> 
 
 
 def test_lines_are_cut_replaced_and_appended(tmp_path: Path) -> None:
-    """Later steps and half a line go; a removal and what follows it are in one file."""
+    """Later steps and a line without its end go; a removal and what follows it are in one file."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 2')
+    path.write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 2}'
+    )
     lines = JsonLines(path, last_step=2)
     lines.append({"step": 2, "again": 1})
     lines.remove(lambda row: row == {"step": 2})
@@ -47,5 +49,6 @@ def test_lines_are_cut_replaced_and_appended(tmp_path: Path) -> None:
     lines.close()
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert found == [{"step": 1}, {"step": 2, "again": 1}, {"step": 3}]
+    path.write_text('{"step": 0}\n')
     JsonLines(path, last_step=0).close()
     assert path.read_bytes() == b"", "a new run starts a new file"

@@ -18,7 +18,7 @@ from megafsdp.errors import ConfigError
 from megafsdp.training import train
 from megafsdp.training.cli.main import main
 from megafsdp.training.config.parse import to_yaml
-from megafsdp.training.process.run_lock import sole_job
+from megafsdp.training.process.run_lock import LOCK_FILE, sole_job
 from megafsdp.training.process.world import World
 from tests.ranks import Ranks, RanksError
 from tests.training.runs import rows, tiny, write_corpus
@@ -94,6 +94,21 @@ def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(
     for text in failure.value.failures.values():
         assert "ConfigError: Expected a folder that can be written to, got " in text
         assert f"run.directory '{config.run_directory}'" in text
+
+
+def test_checkpoints_that_cannot_be_locked_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run may read them from a folder in which it makes no file."""
+    saved = tmp_path / "saved"
+    (saved / LOCK_FILE).mkdir(parents=True)
+    with sole_job(tmp_path / "run", ALONE, checkpoints=saved):
+        assert str(saved) in caplog.text
+    with (
+        pytest.raises(ConfigError, match="a folder that can be written to"),
+        sole_job(saved, ALONE),
+    ):
+        pass
 
 
 def test_a_failed_run_unlocks_its_folder(tmp_path: Path) -> None:
