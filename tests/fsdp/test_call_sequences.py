@@ -1,0 +1,374 @@
+"""Random sequences of a user's calls leave a sharded net like one process without sharding.
+
+Each other test makes few calls in an order that somebody has thought of. Here what one call leaves
+behind meets any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megafsdp import (
+    FSDPModule,
+    FusedAdam,
+    OffloadPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    summon_full_params,
+)
+from tests.fsdp.toy import (
+    VOCABULARY,
+    assert_same_grads,
+    assert_same_parameters,
+    batches,
+    mine,
+)
+from tests.ranks import Ranks
+
+_NUM_CALLS = 30
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_MORE = [pytest.param(seed, marks=pytest.mark.matrix("calls")) for seed in range(8, 200)]
+
+
+class _FailedError(Exception):
+    """What a forward or backward raises when it is asked to."""
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise _FailedError
+
+
+class _Layer(nn.Module):
+    """A residual MLP of any shape; some have a norm, a unit within, parameters of 0 and 3 dims."""
+
+    def __init__(self, rng: random.Random, width: int) -> None:
+        super().__init__()
+        rows, has_bias = rng.choice([1, 3, 7, 20]), rng.random() < 0.5
+        self.up = nn.Linear(width, rows, bias=has_bias)
+        self.down = nn.Linear(rows, width, bias=has_bias)
+        self.inner = nn.Linear(width, width) if rng.random() < 0.4 else None
+        self.norm = nn.LayerNorm(width) if rng.random() < 0.4 else nn.Identity()
+        self.scale = nn.Parameter(torch.ones(())) if rng.random() < 0.3 else None
+        self.cube = nn.Parameter(0.1 * torch.randn(2, 3, width)) if rng.random() < 0.3 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        y = self.down(torch.tanh(self.up(y if self.inner is None else self.inner(y))))
+        if self.scale is not None:
+            y = y * self.scale
+        if self.cube is not None:
+            y = y + self.cube.mean((0, 1))
+        return x + y
+
+
+class _Net(nn.Module):
+    """Layers that may be skipped or recomputed, one of them maybe twice; the head may be tied."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        width = rng.choice([5, 8, 12])
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(_Layer(rng, width) for _ in range(rng.choice([2, 3, 4])))
+        if rng.random() < 0.3:
+            self.layers.append(self.layers[0])
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if rng.random() < 0.5:
+            self.head.weight = self.embedding.weight
+        self.skipped: frozenset[int] = frozenset()
+        self.recomputes = self.fails = False
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            if index in self.skipped:
+                continue
+            if self.fails and index == len(self.layers) - 1:
+                raise _FailedError
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _sharded(net: _Net, rng: random.Random) -> _Net:
+    """Shard a copy of a net in one of many ways."""
+    strategy = rng.choice((*_STRATEGIES, "optim_grads_params"))
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "reshard_after_forward": rng.choice([None, True, False]),
+        "prefetch": rng.choice([0, 1, 2]),
+        "offload_policy": OffloadPolicy(params=rng.random() < 0.15),
+    }
+    if dist.get_world_size() == 4 and rng.random() < 0.6:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        if strategy == "optim_grads_params" and rng.random() < 0.5:
+            options["outer_strategy"] = "optim"
+    net, share = copy.deepcopy(net), rng.choice([0.0, 0.5, 1.0])
+    for layer in dict.fromkeys(net.layers):
+        if layer.inner is not None and rng.random() < share / 2:
+            fully_shard(layer.inner, **options)
+        if rng.random() < share:
+            fully_shard(layer, **options)
+    return fully_shard(net, **options)
+
+
+def _optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
+    # An epsilon and rates that do not turn rounding noise into steps: gradients add up, uncleared.
+    if kind == "fused" and isinstance(net, FSDPModule):
+        return FusedAdam(net.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+    if kind == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=5e-3, momentum=0.9)
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+class _Session:
+    """A plain and a sharded net with their optimizers, and the calls that both are given."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.plain = _Net(self.rng)
+        for parameter in self.plain.parameters():
+            parameter.requires_grad_(self.rng.random() > 0.1)
+        self.sharded = _sharded(self.plain, self.rng)
+        self.nets = (self.plain, self.sharded)
+        self.kind = self.rng.choice(["fused", "adamw", "sgd"])
+        self.optimizers = [_optimizer(net, self.kind) for net in self.nets]
+        # Whether gradients wait for a last microbatch, and whether any are there.
+        self.is_pending = self.has_grads = False
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return batches(1, seed=self.rng.randrange(1 << 30))[0]
+
+    def _check_weights(self) -> None:
+        assert_same_parameters(self.sharded, self.plain, rtol=1e-4, atol=5e-5)
+
+    def _check_grads(self) -> None:
+        assert_same_grads(self.sharded, self.plain, rtol=1e-4, atol=2e-5)
+
+    def _note_backward(self, *, is_last: bool = True) -> None:
+        self.has_grads, self.is_pending = True, not is_last
+        if is_last:
+            self._check_grads()
+
+    def _name(self) -> str:
+        return self.rng.choice([name for name, _ in self.plain.named_parameters()])
+
+    def train(self) -> None:
+        batch = self._batch()
+        self.sharded(*mine(batch)).backward()
+        self.plain(*batch).backward()
+        self._note_backward()
+
+    def train_in_eval_mode(self) -> None:
+        for net in self.nets:
+            net.eval()
+        self.train()
+        for net in self.nets:
+            net.train()
+
+    def microbatch(self) -> None:
+        batch = self._batch()
+        if self.rng.random() < 0.5:
+            with self.sharded.no_sync():
+                self.sharded(*mine(batch)).backward()
+        else:
+            self.sharded.set_requires_gradient_sync(False)
+            self.sharded(*mine(batch)).backward()
+            self.sharded.set_requires_gradient_sync(True)
+        self.plain(*batch).backward()
+        self._note_backward(is_last=False)
+
+    def go_backward_twice(self) -> None:
+        batch = self._batch()
+        for net, inputs in zip(self.nets, (batch, mine(batch)), strict=True):
+            loss = net(*inputs)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        self._note_backward()
+
+    def go_forward_twice(self) -> None:
+        first, second, order = self._batch(), self._batch(), self.rng.choice(["ab", "ba", "sum"])
+        for net, is_whole in zip(self.nets, (True, False), strict=True):
+            a, b = (net(*(part if is_whole else mine(part))) for part in (first, second))
+            losses = {"ab": [a, b], "ba": [b, a], "sum": [a + b]}[order]
+            for loss in losses:
+                loss.backward()
+        self._note_backward()
+
+    def evaluate(self) -> None:
+        batch = self._batch()
+        context = self.rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
+        with context():
+            found, wanted = self.sharded(mine(batch)[0]), self.plain(mine(batch)[0])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+
+    def step(self) -> None:
+        if self.has_grads and not self.is_pending:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self._check_weights()
+
+    def clear_by_optimizer(self) -> None:
+        if not self.is_pending:
+            to_none = self.rng.random() < 0.7
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            self.has_grads &= not to_none
+
+    def clear_by_net(self) -> None:
+        for net in self.nets:
+            net.zero_grad()
+        self.has_grads = self.is_pending = False
+
+    def clip(self) -> None:
+        if self.is_pending or all(p.grad is None for p in self.plain.parameters()):
+            return
+        clip = self.rng.choice([clip_grad_norm_, nn.utils.clip_grad_norm_])
+        norm: Any = clip(self.sharded.parameters(), 0.3)
+        wanted = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.3)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        torch.testing.assert_close(norm, wanted, rtol=1e-4, atol=1e-6)
+        self._check_grads()
+
+    def edit_gradients(self) -> None:
+        if self.has_grads and not self.is_pending:
+            with torch.no_grad():
+                for net in self.nets:
+                    for parameter in net.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.add_(parameter.detach(), alpha=0.1)
+            self._check_grads()
+
+    def edit_a_weight(self) -> None:
+        name, edit, value = self._name(), *self.rng.choice([("mul_", 0.9), ("add_", 0.01)])
+        with torch.no_grad():
+            for net in self.nets:
+                getattr(net.get_parameter(name), edit)(value)
+
+    def freeze_or_thaw(self) -> None:
+        if self.is_pending:
+            return
+        name = self._name()
+        for net in self.nets:
+            parameter = net.get_parameter(name)
+            parameter.requires_grad_(not parameter.requires_grad)
+            if not parameter.requires_grad:
+                parameter.grad = None
+
+    def load_own_state(self) -> None:
+        self.sharded.load_state_dict({k: v.clone() for k, v in self.sharded.state_dict().items()})
+
+    def load_full_state(self) -> None:
+        state = {name: 0.97 * value for name, value in self.plain.state_dict().items()}
+        self.plain.load_state_dict(state)
+        load_full_state_dict(self.sharded, state)
+
+    def read_full_state(self) -> None:
+        wanted = self.plain.state_dict()
+        found = full_state_dict(self.sharded)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-5)
+
+    def read_full_parameters(self) -> None:
+        with summon_full_params(self.sharded):
+            for found, wanted in zip(
+                *(net.parameters() for net in reversed(self.nets)), strict=True
+            ):
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=5e-5)
+
+    def reload_optimizer(self) -> None:
+        state = self.optimizers[1].state_dict()
+        self.optimizers[1] = _optimizer(self.sharded, self.kind)
+        self.optimizers[1].load_state_dict(state)
+
+    def change_rate(self) -> None:
+        factor = self.rng.choice([0.5, 2.0])
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+
+    def skip_layers(self) -> None:
+        skipped = frozenset(i for i in range(5) if self.rng.random() < 0.3)
+        for net in self.nets:
+            net.skipped = skipped
+
+    def recompute_or_save(self) -> None:
+        for net in self.nets:
+            net.recomputes = not net.recomputes
+
+    def unshard_by_hand(self) -> None:
+        units = [m for m in self.sharded.modules() if isinstance(m, FSDPModule)]
+        unit = self.rng.choice(units)
+        unit.unshard()
+        unit.reshard()
+
+    def change_resharding(self) -> None:
+        self.sharded.set_reshard_after_forward(self.rng.random() < 0.5)
+
+    def run_without_backward(self) -> None:
+        self.sharded(*mine(self._batch()))
+
+    def fail_in_forward(self) -> None:
+        if len(self.plain.layers) - 1 not in self.sharded.skipped:
+            self.sharded.fails = True
+            with pytest.raises(_FailedError):
+                self.sharded(*mine(self._batch()))
+            self.sharded.fails = False
+
+    def fail_in_backward(self) -> None:
+        # Gradients of earlier backwards may have got a part of this one's.
+        if not self.has_grads:
+            loss = _Fail.apply(self.sharded(*mine(self._batch())))
+            with pytest.raises(_FailedError):
+                loss.backward()
+            self.sharded.zero_grad()
+
+
+_CALLS: dict[str, Callable[[_Session], None]] = {
+    name: call
+    for name, call in vars(_Session).items()
+    if callable(call) and not name.startswith("_")
+}
+# What the other calls need is called more often.
+_NAMES = (*_CALLS, "train", "train", "step")
+
+
+def _run(seed: int) -> None:
+    session, called = _Session(seed), []
+    for _ in range(_NUM_CALLS):
+        called.append(session.rng.choice(_NAMES))
+        try:
+            _CALLS[called[-1]](session)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, after {', '.join(called)}") from error
+    session._check_weights()
+
+
+@pytest.mark.parametrize("seed", [*range(8), *_MORE])
+def test_any_sequence_of_calls_leaves_what_it_leaves_without_sharding(
+    ranks: Ranks, seed: int
+) -> None:
+    """Losses, gradients, weights, norms and states, on one to four ranks, under every strategy."""
+    ranks((2, 3, 4, 1)[seed % 4]).run(_run, seed)
