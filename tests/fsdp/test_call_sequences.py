@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from megafsdp import (
     load_full_state_dict,
     summon_full_params,
 )
+from tests.call_sequences import STRATEGIES, TwinCalls, call_in_random_order
 from tests.fsdp.toy import (
     VOCABULARY,
     assert_same_grads,
@@ -39,7 +39,6 @@ from tests.fsdp.toy import (
 from tests.ranks import Ranks
 
 _NUM_CALLS = 30
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _MORE = [pytest.param(seed, marks=pytest.mark.matrix("calls")) for seed in range(8, 200)]
 
 
@@ -112,7 +111,7 @@ class _Net(nn.Module):
 
 def _sharded(net: _Net, rng: random.Random) -> _Net:
     """Shard a copy of a net in one of many ways."""
-    strategy = rng.choice((*_STRATEGIES, "optim_grads_params"))
+    strategy = rng.choice((*STRATEGIES, "optim_grads_params"))
     options: dict[str, Any] = {
         "strategy": strategy,
         "reshard_after_forward": rng.choice([None, True, False]),
@@ -141,26 +140,26 @@ def _optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-class _Session:
+class _Twins(TwinCalls):
     """A plain and a sharded net with their optimizers, and the calls that both are given."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+        super().__init__(seed)
         torch.manual_seed(seed)
-        self.plain = _Net(self.rng)
+        self.plain = _Net(self._rng)
         for parameter in self.plain.parameters():
-            parameter.requires_grad_(self.rng.random() > 0.1)
-        self.sharded = _sharded(self.plain, self.rng)
+            parameter.requires_grad_(self._rng.random() > 0.1)
+        self.sharded = _sharded(self.plain, self._rng)
         self.nets = (self.plain, self.sharded)
-        self.kind = self.rng.choice(["fused", "adamw", "sgd"])
+        self.kind = self._rng.choice(["fused", "adamw", "sgd"])
         self.optimizers = [_optimizer(net, self.kind) for net in self.nets]
         # Whether gradients wait for a last microbatch, and whether any are there.
         self.is_pending = self.has_grads = False
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return batches(1, seed=self.rng.randrange(1 << 30))[0]
+        return batches(1, seed=self._rng.randrange(1 << 30))[0]
 
-    def _check_weights(self) -> None:
+    def _check(self) -> None:
         assert_same_parameters(self.sharded, self.plain, rtol=1e-4, atol=5e-5)
 
     def _check_grads(self) -> None:
@@ -170,9 +169,6 @@ class _Session:
         self.has_grads, self.is_pending = True, not is_last
         if is_last:
             self._check_grads()
-
-    def _name(self) -> str:
-        return self.rng.choice([name for name, _ in self.plain.named_parameters()])
 
     def train(self) -> None:
         batch = self._batch()
@@ -189,7 +185,7 @@ class _Session:
 
     def microbatch(self) -> None:
         batch = self._batch()
-        if self.rng.random() < 0.5:
+        if self._rng.random() < 0.5:
             with self.sharded.no_sync():
                 self.sharded(*mine(batch)).backward()
         else:
@@ -208,7 +204,7 @@ class _Session:
         self._note_backward()
 
     def go_forward_twice(self) -> None:
-        first, second, order = self._batch(), self._batch(), self.rng.choice(["ab", "ba", "sum"])
+        first, second, order = self._batch(), self._batch(), self._rng.choice(["ab", "ba", "sum"])
         for net, is_whole in zip(self.nets, (True, False), strict=True):
             a, b = (net(*(part if is_whole else mine(part))) for part in (first, second))
             losses = {"ab": [a, b], "ba": [b, a], "sum": [a + b]}[order]
@@ -218,7 +214,7 @@ class _Session:
 
     def evaluate(self) -> None:
         batch = self._batch()
-        context = self.rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
+        context = self._rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
         with context():
             found, wanted = self.sharded(mine(batch)[0]), self.plain(mine(batch)[0])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
@@ -227,11 +223,11 @@ class _Session:
         if self.has_grads and not self.is_pending:
             for optimizer in self.optimizers:
                 optimizer.step()
-            self._check_weights()
+            self._check()
 
     def clear_by_optimizer(self) -> None:
         if not self.is_pending:
-            to_none = self.rng.random() < 0.7
+            to_none = self._rng.random() < 0.7
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=to_none)
             self.has_grads &= not to_none
@@ -244,7 +240,7 @@ class _Session:
     def clip(self) -> None:
         if self.is_pending or all(p.grad is None for p in self.plain.parameters()):
             return
-        clip = self.rng.choice([clip_grad_norm_, nn.utils.clip_grad_norm_])
+        clip = self._rng.choice([clip_grad_norm_, nn.utils.clip_grad_norm_])
         norm: Any = clip(self.sharded.parameters(), 0.3)
         wanted = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.3)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -260,21 +256,9 @@ class _Session:
                             parameter.grad.add_(parameter.detach(), alpha=0.1)
             self._check_grads()
 
-    def edit_a_weight(self) -> None:
-        name, edit, value = self._name(), *self.rng.choice([("mul_", 0.9), ("add_", 0.01)])
-        with torch.no_grad():
-            for net in self.nets:
-                getattr(net.get_parameter(name), edit)(value)
-
     def freeze_or_thaw(self) -> None:
-        if self.is_pending:
-            return
-        name = self._name()
-        for net in self.nets:
-            parameter = net.get_parameter(name)
-            parameter.requires_grad_(not parameter.requires_grad)
-            if not parameter.requires_grad:
-                parameter.grad = None
+        if not self.is_pending:
+            super().freeze_or_thaw()
 
     def load_own_state(self) -> None:
         self.sharded.load_state_dict({k: v.clone() for k, v in self.sharded.state_dict().items()})
@@ -304,13 +288,13 @@ class _Session:
         self.optimizers[1].load_state_dict(state)
 
     def change_rate(self) -> None:
-        factor = self.rng.choice([0.5, 2.0])
+        factor = self._rng.choice([0.5, 2.0])
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] *= factor
 
     def skip_layers(self) -> None:
-        skipped = frozenset(i for i in range(5) if self.rng.random() < 0.3)
+        skipped = frozenset(i for i in range(5) if self._rng.random() < 0.3)
         for net in self.nets:
             net.skipped = skipped
 
@@ -320,12 +304,12 @@ class _Session:
 
     def unshard_by_hand(self) -> None:
         units = [m for m in self.sharded.modules() if isinstance(m, FSDPModule)]
-        unit = self.rng.choice(units)
+        unit = self._rng.choice(units)
         unit.unshard()
         unit.reshard()
 
     def change_resharding(self) -> None:
-        self.sharded.set_reshard_after_forward(self.rng.random() < 0.5)
+        self.sharded.set_reshard_after_forward(self._rng.random() < 0.5)
 
     def run_without_backward(self) -> None:
         self.sharded(*mine(self._batch()))
@@ -346,24 +330,8 @@ class _Session:
             self.sharded.zero_grad()
 
 
-_CALLS: dict[str, Callable[[_Session], None]] = {
-    name: call
-    for name, call in vars(_Session).items()
-    if callable(call) and not name.startswith("_")
-}
-# What the other calls need is called more often.
-_NAMES = (*_CALLS, "train", "train", "step")
-
-
 def _run(seed: int) -> None:
-    session, called = _Session(seed), []
-    for _ in range(_NUM_CALLS):
-        called.append(session.rng.choice(_NAMES))
-        try:
-            _CALLS[called[-1]](session)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, after {', '.join(called)}") from error
-    session._check_weights()
+    call_in_random_order(_Twins(seed), _NUM_CALLS, often=("train", "train", "step"))
 
 
 @pytest.mark.parametrize("seed", [*range(8), *_MORE])

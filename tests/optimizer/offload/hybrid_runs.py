@@ -72,6 +72,14 @@ def make_net(case: Case) -> Net:
     return shard(Net(case.num_blocks), mp_policy=case.policy, **options)
 
 
+def make_scaled_net(strategy: str, policy: MixedPrecisionPolicy) -> Net:
+    """Return the toy with a factor without dimensions, which every strategy replicates."""
+    net = Net()
+    net.scale = nn.Parameter(torch.ones(()))
+    net.norm.register_forward_hook(lambda _, inputs, output: output * net.scale)
+    return shard(net, strategy=strategy, mp_policy=policy)
+
+
 def make_optimizer(net: nn.Module, case: Case, **options: Any) -> FusedAdam:
     """Return FusedAdam or the hybrid, with two groups of the parameters that are not frozen."""
     decays = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]

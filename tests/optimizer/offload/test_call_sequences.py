@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from megafsdp import clip_grad_norm_, full_state_dict, load_full_state_dict, microbatch
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
-from tests.fsdp.toy import Net, batches, mine, shard
+from tests.call_sequences import STRATEGIES, TwinCalls, call_in_random_order
+from tests.fsdp.toy import batches, mine
 from tests.optimizer.offload.hybrid_runs import (
     BF16,
     FP32,
@@ -22,21 +20,22 @@ from tests.optimizer.offload.hybrid_runs import (
     backward,
     local_bits,
     make_optimizer,
+    make_scaled_net,
 )
 from tests.ranks import Ranks
 
 _NUM_CALLS = 28
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _MORE = [pytest.param(seed, marks=pytest.mark.matrix("offload-calls")) for seed in range(6, 120)]
 
 
-class _Session:
+class _Twins(TwinCalls):
     """Two equal nets, one of them stepped with offload, and the calls that both are given."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        strategy, policy = rng.choice(_STRATEGIES), rng.choice([BF16, FP32])
-        self.nets = [self._net(strategy, policy) for _ in range(2)]
+        super().__init__(seed)
+        rng = self._rng
+        strategy, policy = rng.choice(STRATEGIES), rng.choice([BF16, FP32])
+        self.nets = [make_scaled_net(strategy, policy) for _ in range(2)]
         overlaps = rng.random() < 0.8
         case = Case(
             rng.choice([0.3, 0.5, 1.0, "auto"]),
@@ -48,15 +47,8 @@ class _Session:
         self.optimizers = list(map(make_optimizer, self.nets, self.cases))
         self.has_grads = False
 
-    @staticmethod
-    def _net(strategy: str, policy: object) -> Net:
-        net = Net()
-        net.scale = nn.Parameter(torch.ones(()))  # Replicated under every strategy.
-        net.norm.register_forward_hook(lambda _, inputs, output: output * net.scale)
-        return shard(net, strategy=strategy, mp_policy=policy)
-
     def _seed(self) -> int:
-        return self.rng.randrange(1 << 30)
+        return self._rng.randrange(1 << 30)
 
     def _check(self) -> None:
         plain, offloaded = map(local_bits, self.nets, self.optimizers)
@@ -67,7 +59,7 @@ class _Session:
             optimizer.step()
 
     def go_backward(self) -> None:
-        seed, hands_over = self._seed(), self.rng.random() < 0.6
+        seed, hands_over = self._seed(), self._rng.random() < 0.6
         for net in self.nets:
             with microbatch(net, is_last=True) if hands_over else torch.enable_grad():
                 backward(net, seed)
@@ -76,7 +68,7 @@ class _Session:
     def train(self) -> None:
         self.go_backward()
         self._step()
-        if self.rng.random() < 0.6:
+        if self._rng.random() < 0.6:
             self.clear()
 
     def train_two_microbatches(self) -> None:
@@ -94,14 +86,14 @@ class _Session:
             self._step()
 
     def clear(self) -> None:
-        to_none = self.rng.random() < 0.7
+        to_none = self._rng.random() < 0.7
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=to_none)
         self.has_grads &= not to_none
 
     def run_without_backward(self) -> None:
         inputs = mine(batches(1, seed=self._seed())[0])
-        with self.rng.choice([torch.no_grad, torch.enable_grad])():
+        with self._rng.choice([torch.no_grad, torch.enable_grad])():
             plain, offloaded = (net(*inputs) for net in self.nets)
         assert torch.equal(plain, offloaded)
 
@@ -111,14 +103,8 @@ class _Session:
             with microbatch(net, is_last=True):
                 net(*inputs)
 
-    def edit_a_weight(self) -> None:
-        name = self.rng.choice([name for name, _ in self.nets[0].named_parameters()])
-        with torch.no_grad():
-            for net in self.nets:
-                net.get_parameter(name).mul_(0.9)
-
     def edit_gradients(self) -> None:
-        edit = self.rng.choice([lambda grad: grad.mul_(1.5), lambda grad: grad.add_(0.01)])
+        edit = self._rng.choice([lambda grad: grad.mul_(1.5), lambda grad: grad.add_(0.01)])
         self.synchronize()
         with torch.no_grad():
             for net in self.nets:
@@ -128,17 +114,9 @@ class _Session:
         self.step_again()
 
     def drop_a_gradient(self) -> None:
-        name = self.rng.choice([name for name, _ in self.nets[0].named_parameters()])
+        name = self._a_name()
         for net in self.nets:
             net.get_parameter(name).grad = None
-
-    def freeze_or_thaw(self) -> None:
-        name = self.rng.choice([name for name, _ in self.nets[0].named_parameters()])
-        for net in self.nets:
-            parameter = net.get_parameter(name)
-            parameter.requires_grad_(not parameter.requires_grad)
-            if not parameter.requires_grad:
-                parameter.grad = None
 
     def clip(self) -> None:
         if self.has_grads:
@@ -146,7 +124,7 @@ class _Session:
             assert torch.equal(plain, offloaded)
 
     def change_hyperparameters(self) -> None:
-        name, value = self.rng.choice(
+        name, value = self._rng.choice(
             [("lr", 2e-2), ("lr", 5e-3), ("weight_decay", 0.05), ("betas", (0.8, 0.95))]
         )
         for optimizer in self.optimizers:
@@ -165,33 +143,17 @@ class _Session:
         for net in self.nets:
             load_full_state_dict(net, state)
 
+    def read(self) -> None:
+        self._check()
+
     def synchronize(self) -> None:
         optimizer = self.optimizers[1]
         assert isinstance(optimizer, HybridDeviceOptimizer)
         optimizer.synchronize()
 
 
-_CALLS: dict[str, Callable[[_Session], None]] = {
-    name: call
-    for name, call in vars(_Session).items()
-    if callable(call) and not name.startswith("_")
-}
-# What the other calls need is called more often.
-_NAMES = (*_CALLS, *["train"] * 5)
-
-
 def _run(seed: int) -> None:
-    session, called = _Session(seed), []
-    for _ in range(_NUM_CALLS):
-        called.append(session.rng.choice(_NAMES))
-        try:
-            _CALLS[called[-1]](session)
-            # Not always: reading waits for the host.
-            if session.rng.random() < 0.2:
-                session._check()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, after {', '.join(called)}") from error
-    session._check()
+    call_in_random_order(_Twins(seed), _NUM_CALLS, often=["train"] * 5 + ["read"] * 3)
 
 
 @pytest.mark.parametrize("seed", [*range(6), *_MORE])

@@ -30,6 +30,7 @@ from tests.optimizer.offload.hybrid_runs import (
     local_bits,
     make_net,
     make_optimizer,
+    make_scaled_net,
     train,
 )
 from tests.ranks import Ranks
@@ -270,10 +271,7 @@ def test_a_plain_loop_clips_and_edits_gradients_as_ever(
 def _edited_between_steps(strategy: str) -> None:
     found = []
     for fraction in (None, 1.0):
-        net = Net()
-        net.scale = nn.Parameter(torch.ones(()))  # Replicated under every strategy.
-        net.norm.register_forward_hook(lambda _, inputs, output, net=net: output * net.scale)
-        net = shard(net, strategy=strategy)
+        net = make_scaled_net(strategy, FP32)
         optimizer = make_optimizer(net, Case(fraction))
         backward(net, 0)
         optimizer.step()
