@@ -149,6 +149,7 @@ class _Twins(TwinCalls):
         self.plain = _Net(self._rng)
         for parameter in self.plain.parameters():
             parameter.requires_grad_(self._rng.random() > 0.1)
+        self.plain.embedding.requires_grad_(True)
         self.sharded = _sharded(self.plain, self._rng)
         self.nets = (self.plain, self.sharded)
         self.kind = self._rng.choice(["fused", "adamw", "sgd"])
@@ -259,6 +260,9 @@ class _Twins(TwinCalls):
     def freeze_or_thaw(self) -> None:
         if not self.is_pending:
             super().freeze_or_thaw()
+            # Whatever is skipped, a loss has a gradient.
+            for net in self.nets:
+                net.embedding.requires_grad_(True)
 
     def load_own_state(self) -> None:
         self.sharded.load_state_dict({k: v.clone() for k, v in self.sharded.state_dict().items()})
