@@ -24,7 +24,7 @@ from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.optimizer.muon.muon import Muon
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ExpertRange",
