@@ -25,11 +25,11 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, hidden_parameters, unit_of, units_below
-from megafsdp.fsdp.torch_state import TorchState, mark_managed, refuse_split_backward
+from megafsdp.fsdp.torch_state import TorchState, mark_managed, show_weights_to_split_backward
 from megafsdp.mesh.torch_private import (
-    check_before_split_backwards,
     check_before_torch_shards,
     register_as_fully_sharded,
+    run_split_backwards_within,
     set_fully_shard_state,
 )
 
@@ -508,7 +508,7 @@ def mix_in(module: nn.Module) -> None:
     set_fully_shard_state(module, TorchState(module))
     mark_managed([module])
     check_before_torch_shards(_refuse_torch_around_units)
-    check_before_split_backwards(refuse_split_backward)
+    run_split_backwards_within(show_weights_to_split_backward)
 
 
 @functools.cache

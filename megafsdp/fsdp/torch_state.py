@@ -10,39 +10,41 @@ gathers need.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from torch import nn
 
+from megafsdp.buffer.dtensor.cures import HINT_OF_SPLIT_BACKWARD
 from megafsdp.errors import expected
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 
-def refuse_split_backward(module: nn.Module, schedule: str) -> None:
-    """Raise if a pipeline that splits backward has a unit below the module of a stage.
+@contextlib.contextmanager
+def show_weights_to_split_backward(module: nn.Module) -> Iterator[None]:
+    """Show full weights while a pipeline runs the backward of inputs or of weights; collective.
 
-    Raises:
-        NotImplementedError: It has such a unit.
+    The pipeline looks for each weight in the graph, and adds its gradient to what the module shows.
+
+    Args:
+        module: The module of the stage, with any units below it; without one nothing happens.
     """
-    units = units_below([module])
-    if units:
-        raise _split_backward(f"{schedule}, and a unit of megafsdp at '{next(iter(units))}'")
-
-
-def _split_backward(got: str) -> NotImplementedError:
-    # Split backwards look for weights in the graph between forward and backward; ours are sharded
-    # then.
-    return NotImplementedError(
-        expected(
-            "a pipeline whose stages run the backward of inputs and weights at once",
-            got,
-            where="the schedule of torch.distributed.pipelining",
-            hint="Use Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS instead of "
-            "ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble or ScheduleDualPipeV",
-        )
-    )
+    units = list(units_below([module]).values())
+    contexts = {id(context): context for context in (unit.require_context() for unit in units)}
+    # Autograd reads saved weights even for the gradients of weights alone.
+    for unit in units:
+        unit.require_context().start_unshard(unit, in_backward=True)
+    for unit in units:
+        unit.finish_unshard()
+        unit.show_unsharded(in_backward=True)
+    yield
+    for unit in units:
+        unit.show_sharded()
+    # No output of a unit saw the backward of weights.
+    for context in contexts.values():
+        context.end_unseen_backward()
 
 
 def mark_managed(modules: Iterable[nn.Module], is_managed: bool = True) -> None:
@@ -88,14 +90,20 @@ class TorchState:
     def _root_post_backward_final_callback(self) -> None:
         context = self._unit().require_context()
         groups = [group for group in context.groups if group.is_trainable]
-        # Raise also for a schedule that was not known to split backward: no gradient may be lost
-        # silently.
+        # Where show_weights_to_split_backward() was not installed, replicas lost their gradients.
         if (
             context.has_unfinished_backward
             and groups
             and not any(g.gradients.has_any for g in groups)
         ):
-            raise _split_backward("a backward of a pipeline's stage that left no gradient at all")
+            raise RuntimeError(
+                expected(
+                    "gradients of the weights of a pipeline's stage",
+                    "none",
+                    where=f"the end of a step, at unit '{self._unit().name}'",
+                    hint=HINT_OF_SPLIT_BACKWARD,
+                )
+            )
         context.end_backward()
 
     def _pre_forward(

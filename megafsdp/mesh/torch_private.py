@@ -227,38 +227,35 @@ def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
     replicate_with_fsdp._get_modules_and_states = checked
 
 
-def check_before_split_backwards(check: Callable[[nn.Module, str], None]) -> None:
-    """Make torch's pipelines that split backward call ``check`` before each training step.
+def run_split_backwards_within(
+    context: Callable[[nn.Module], AbstractContextManager[None]],
+) -> None:
+    """Make torch's pipelines run the parts of a split backward within a context.
 
-    They compute the gradients of inputs first, and later those of the weights that a module shows
-    between forward and backward. ``check`` is called on all ranks, with the module of each stage
-    and the schedule's name. Nothing happens unless pipelining is imported, which takes a second.
-    Public: none; a stage calls no method of its module that would show it. 2.11 to 2.14.
+    They compute the gradients of a stage's inputs first, and later those of the weights that its
+    module shows then. ``context`` is called with the module of the stage, before each part. Nothing
+    happens unless pipelining is imported, which takes a second. Public: none; a stage calls no
+    method of its module that would tell the parts from a whole backward. 2.11 to 2.14.
     """
-    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-    if schedules is not None:
-        _check_before_steps(schedules, check)
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is not None:
+        _run_parts_within(stages, context)
 
 
 @functools.cache
-def _check_before_steps(schedules: Any, check: Callable[[nn.Module, str], None]) -> None:
-    """Make steps of schedules begin with the check. Public: none. 2.11 to 2.14."""
-    step = schedules.PipelineScheduleMulti.step
+def _run_parts_within(
+    stages: Any, context: Callable[[nn.Module], AbstractContextManager[None]]
+) -> None:
+    """Enter the context in the backward of a stage. Public: none. 2.11 to 2.14."""
+    run = stages._PipelineStageBase.backward_maybe_with_nosync
 
-    @functools.wraps(step)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A None in the order of a rank means idle time.
-        actions = (action for order in self.pipeline_order.values() for action in order if action)
-        if self._has_backward and any(
-            action.computation_type is schedules.BACKWARD_INPUT for action in actions
-        ):
-            for stage in self._stages:
-                # If the user's dw_builder makes the gradients of weights, backward is not split.
-                if stage.dw_builder is None:
-                    check(stage.submod, type(self).__name__)
-        return step(self, *args, **kwargs)
+    @functools.wraps(run)
+    def run_part(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        is_part = backward_type in ("input", "weight")
+        with context(self.submod) if is_part else contextlib.nullcontext():
+            return run(self, backward_type, *args, **kwargs)
 
-    schedules.PipelineScheduleMulti.step = checked
+    stages._PipelineStageBase.backward_maybe_with_nosync = run_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ _SAVE = (
     "torch.distributed.checkpoint.save(); or pickle megafsdp.full_state_dict(model)"
 )
 _BEFORE = "Do it before fully_shard()"
+HINT_OF_SPLIT_BACKWARD = (
+    "Import torch.distributed.pipelining before fully_shard(), or use a schedule that runs the "
+    "backward of inputs and weights at once, such as ScheduleInterleaved1F1B"
+)
 
 # Cures by the name of an operator, or of another refused use.
 _OPERATIONS: dict[str, str] = {
@@ -68,8 +72,7 @@ _CALLERS: dict[tuple[str, str], str] = {
     "prepare the model with FullyShardedDataParallelPlugin(fsdp_version=2), which leaves it alone",
     ("safetensors", "save_file"): "Give it megafsdp.full_state_dict(model)",
     ("safetensors", "save_model"): "Give save_file() megafsdp.full_state_dict(model)",
-    ("torch", "stage_backward_input"): "Use Schedule1F1B or ScheduleInterleaved1F1B, which run the "
-    "backward of inputs and weights at once",
+    ("torch", "stage_backward_input"): HINT_OF_SPLIT_BACKWARD,
     ("torch", "parameters_to_vector"): "Give it the full_tensor() of each parameter",
     ("torch", "vector_to_parameters"): "Use megafsdp.load_full_state_dict()",
 }
