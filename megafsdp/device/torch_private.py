@@ -108,6 +108,15 @@ def func_transforms() -> list[str]:
     return [each.key().name.lower() for each in functorch.get_interpreter_stack() or ()]
 
 
+def is_forward_mode() -> bool:
+    """Return whether a ``dual_level`` of ``torch.autograd.forward_ad`` is open.
+
+    ``torch.func.jvp`` opens one too. Public: none. 2.11 to 2.14.
+    """
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0
+
+
 class _AfterBackward(functools.partial[None]):
     """A callback of the autograd engine, and a function to call when the engine frees it."""
 

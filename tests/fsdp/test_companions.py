@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed._composable import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -162,6 +163,13 @@ def _transformed() -> None:
         torch.testing.assert_close(found, wanted)
         found = torch.autograd.functional.jvp(net, x, t)
         torch.testing.assert_close(found, wanted_tangent)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, t)
+            with pytest.raises(NotImplementedError, match=r"torch\.autograd\.forward_ad\. In unit"):
+                net(dual)
+            with torch.no_grad():
+                found = tuple(forward_ad.unpack_dual(net(dual)))
+        torch.testing.assert_close(found, wanted_tangent)
         with torch.no_grad():
             torch.testing.assert_close(torch.func.vmap(net)(x), reference(x))
         net.zero_grad()
@@ -172,7 +180,7 @@ def _transformed() -> None:
 
 
 def test_transforms_of_functions_are_refused_by_name(ranks: Ranks) -> None:
-    """Grad and jvp of torch.func find no hooks; autograd's own ways are right."""
+    """Grad and jvp of torch.func and dual tensors find no hooks; autograd's own ways are right."""
     ranks(2).run(_transformed)
 
 

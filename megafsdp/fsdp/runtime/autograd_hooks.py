@@ -88,9 +88,21 @@ class BackwardHook:
             base.register_hook(self)
 
     @untraced_hook
-    def __call__(self, grad: torch.Tensor) -> None:
-        """Call the schedule, and leave the gradient as it is."""
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Call the schedule, and leave the values of the gradient as they are."""
         _schedule_of(self.unit).begin_backward(self.unit, self.token)
+        if not (torch.is_grad_enabled() and grad.requires_grad):
+            return None
+        # A double backward leaves the unit by the gradient of this gradient, and a third backward
+        # enters by it. Watch an alias: a leaf of the user's would keep the hook for ever.
+        alias = grad.view_as(grad)
+        alias.register_hook(self._watch_second)
+        return alias
+
+    @untraced_hook
+    def _watch_second(self, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.watch(grad)
 
 
 def _schedule_of(unit: ScheduledUnit) -> FSDPContext:

@@ -32,7 +32,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
 from megafsdp.buffer.dtensor.uneven import ReplicatedParameter, UnevenDTensor, wrap_like
-from megafsdp.device.torch_private import func_transforms
+from megafsdp.device.torch_private import func_transforms, is_forward_mode
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.meta import (
     device_of,
@@ -45,6 +45,8 @@ from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGrou
 from megafsdp.mesh.torch_private import StridedShard, local_of
 
 _IGNORED_ATTRIBUTE = "_megafsdp_ignored"
+# Transforms that need no hooks where no graph is built.
+_WITHOUT_GRADIENTS = {"func.vmap", "autograd.forward_ad"}
 
 
 def refuse_changes(
@@ -315,17 +317,20 @@ def refuse_added(
 
 
 def refuse_transforms(unit_name: str) -> None:
-    """Raise if ``torch.func`` transforms the forward of a unit; local.
+    """Raise if ``torch.func`` or forward-mode AD transforms the forward of a unit; local.
 
     Raises:
-        NotImplementedError: It does, by any transform but ``vmap`` without gradients.
+        NotImplementedError: It does, by any transform but ``vmap`` or dual tensors without
+            gradients.
     """
-    names = func_transforms()
-    if names and (torch.is_grad_enabled() or set(names) != {"vmap"}):
+    names = [f"func.{name}" for name in func_transforms()]
+    if not names and is_forward_mode():
+        names = ["autograd.forward_ad"]
+    if names and (torch.is_grad_enabled() or not _WITHOUT_GRADIENTS.issuperset(names)):
         raise NotImplementedError(
             expected(
                 "a forward that backward() or torch.autograd.grad() follows",
-                f"one within torch.func.{names[-1]}",
+                f"one within torch.{names[-1]}",
                 where=f"unit '{unit_name}'",
                 hint="Use torch.autograd.grad(), or torch.autograd.functional for Jacobians: "
                 "units begin and end their backward by hooks, which torch.func does not call",

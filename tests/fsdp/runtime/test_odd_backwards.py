@@ -64,6 +64,30 @@ def test_gradients_of_gradients(ranks: Ranks, strategy: str, has_loss: bool) -> 
     ranks(2).run(_second_order, strategy, has_loss)
 
 
+def _through_tangents(strategy: str) -> None:
+    layers = (nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2))
+    reference, net = _chain(*layers, strategy=strategy)
+    x = torch.randn(dist.get_world_size(), 3, 12)
+
+    def run(model: nn.Module, rows: torch.Tensor) -> None:
+        direction = torch.ones_like(rows)
+        output, tangent = torch.autograd.functional.jvp(model, rows, direction, create_graph=True)
+        (output - tangent).square().mean().backward()
+
+    for _ in range(2):
+        run(reference, x)
+        run(net, _own(x))
+        assert_same_grads(net, reference)
+        reference.zero_grad()
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_gradients_of_tangents(ranks: Ranks, strategy: str) -> None:
+    """A loss of a Jacobian times a direction reaches the weights, as in a single process."""
+    ranks(2).run(_through_tangents, strategy)
+
+
 def _fail(*args: object) -> None:
     raise ZeroDivisionError
 
