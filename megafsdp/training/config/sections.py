@@ -295,7 +295,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints; one is always saved at the end, also on SIGTERM, SIGINT or a NaN.
+    """Checkpoints; one is always saved at the end, also on SIGTERM, SIGINT, SIGHUP or NaN.
 
     Attributes:
         directory: Where they are saved, for one job at a time; null for checkpoints in the run's
