@@ -36,7 +36,7 @@ def test_a_root_without_tracker_has_no_latest_step(tmp_path: Path) -> None:
 def test_without_a_tracker_the_newest_step_is_the_latest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All readers agree on it, so that no loop begins anew above checkpoints; it can be replaced."""
+    """All readers agree on it, so that no loop begins anew over checkpoints; it can be replaced."""
     model = torch.nn.Linear(2, 2)
     for root in (tmp_path / "disk", StorePath("memory://without-tracker")):
         for step in (3, 12):

@@ -298,8 +298,14 @@ def test_home_folders_are_expanded_in_paths(
     monkeypatch.setenv("HOME", str(tmp_path))
     _write(tmp_path, "model: {from_hf: ~/saved}\ndata: {train: [~/a, b~], tokenizer: ~/t}\n")
     config = parse_config(
-        ["--config=~/config.yaml", "--run.directory=~/run", "--checkpoint.directory=~/steps"]
-        + ["--data.validation=[~/v]", "--data.cache=~/c", "--evaluation.sample_prompt=~/p"]
+        [
+            "--config=~/config.yaml",
+            "--run.directory=~/run",
+            "--checkpoint.directory=~/steps",
+            "--data.validation=[~/v]",
+            "--data.cache=~/c",
+            "--evaluation.sample_prompt=~/p",
+        ]
     )
     assert config.model.from_hf == f"{tmp_path}/saved"
     assert config.data.train == [f"{tmp_path}/a", "b~"]
