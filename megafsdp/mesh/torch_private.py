@@ -67,8 +67,8 @@ class _BeforeEnd:
 def call_before_groups_end(action: Callable[[], None]) -> None:
     """Call an action when ``destroy_process_group()`` begins, while all groups still work; local.
 
-    torch finalizes the communicators in this list first, and then forgets them. Public: none. 2.13
-    to 2.14; without the list, as in older versions, the action is not called.
+    torch finalizes the communicators in this list first, and then forgets them. Without the list
+    the action is not called. Public: none. Seen in 2.13, not looked for in 2.14.
     """
     if (communicators := getattr(distributed_c10d._world, "comms", None)) is not None:
         communicators.append(_BeforeEnd(action))
