@@ -52,7 +52,7 @@ PROMISED = {
     "summon_full_params",
 }
 # Methods of a unit beside those of torch's.
-OWN_METHODS = {"no_sync", "state_dict", "zero_grad"}
+OWN_METHODS = {"join_hook", "no_sync", "state_dict", "zero_grad"}
 # Names of torch that are no names of ours: an argument that is taken, one that is refused, and a
 # function of which our units refuse the call; tests/fsdp/test_torch_callers.py calls all three.
 TORCH_ALONE = {"CPUOffloadPolicy", "DataParallelMeshDims", "share_comm_ctx"}

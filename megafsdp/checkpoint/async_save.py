@@ -58,8 +58,8 @@ def async_save(
     before ``torch.distributed.checkpoint.load`` writes into ``model.state_dict()``.
 
     One save is in flight at a time. The process does not end before the save does: a normal exit
-    waits for it, and so does SIGTERM unless the program handles that itself. Do not destroy the
-    process groups before :meth:`PendingSave.result` has returned.
+    waits for it, and so do SIGTERM and SIGHUP unless the program handles them itself. From torch
+    2.13 on, ``destroy_process_group()`` waits too; before, call :meth:`PendingSave.result` first.
 
     Args:
         directory: As for :func:`megafsdp.checkpoint.save`, as are all arguments up to

@@ -30,7 +30,8 @@ def strategy_of(value: str | int) -> Strategy:
         ValueError: The name is unknown.
     """
     names = {s.value: s for s in Strategy} | dict(enumerate(_STAGES))
-    if value not in names:
+    # True would be found as 1.
+    if isinstance(value, bool) or value not in names:
         raise ValueError(
             expected(
                 f"one of {[s.value for s in Strategy]} or a ZeRO stage 0 to 3",

@@ -323,6 +323,19 @@ class FSDPModule(_Mixin):
             hint="Give nccl_user_buffers=True to fully_shard(), which registers memory with NCCL",
         )
 
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Refuse ``torch.distributed.algorithms.Join``, for ranks with fewer batches than others.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise _not_built(
+            "collectives for ranks whose batches have ended",
+            where="torch.distributed.algorithms.Join",
+            hint="Drop the incomplete batches, or give these ranks batches without rows: see "
+            "docs/troubleshooting.md, 'It hangs'",
+        )
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether NCCL only sums gradients, without multiplying them by the scale.
 

@@ -23,7 +23,7 @@ from typing import IO, Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _state_dict_utils, device_mesh
+from torch.distributed import _state_dict_utils, device_mesh, distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP
@@ -55,6 +55,23 @@ StridedShard = _StridedShard
 # The place of a chunk in the files of torch.distributed.checkpoint; each .metadata pickles it by
 # this name. Public: none. 2.11 to 2.14.
 StorageInfo = filesystem._StorageInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _BeforeEnd:
+    """What torch takes for a communicator that is to be finalized."""
+
+    finalize: Callable[[], None]
+
+
+def call_before_groups_end(action: Callable[[], None]) -> None:
+    """Call an action when ``destroy_process_group()`` begins, while all groups still work; local.
+
+    torch finalizes the communicators in this list first, and then forgets them. Without the list
+    the action is not called. Public: none. Seen in 2.13, not looked for in 2.14.
+    """
+    if (communicators := getattr(distributed_c10d._world, "comms", None)) is not None:
+        communicators.append(_BeforeEnd(action))
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -88,9 +88,9 @@ class RunSummary:
 def train(config: Config, *, on_step: StepObserver | None = None) -> RunSummary:
     """Train as configured, resuming from the latest checkpoint; collective over all ranks.
 
-    Runs under torchrun, in a single process, or in a process group that is open already. SIGTERM
-    and SIGINT end it after the running step or evaluation batch, with a checkpoint. A finished run
-    is evaluated again.
+    Runs under torchrun, in a single process, or in a process group that is open already. SIGTERM,
+    SIGINT and SIGHUP (if it is not ignored, as under nohup) end it after the running step or
+    evaluation batch, with a checkpoint. A finished run is evaluated again.
 
     Args:
         config: The run.

@@ -21,7 +21,7 @@ from torch import nn
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import on_rank_zero
 from megafsdp.checkpoint.format.manifest import TRACKER_FILE
-from megafsdp.checkpoint.format.save_root import published_steps, temporary_name
+from megafsdp.checkpoint.format.save_root import temporary_name
 from megafsdp.checkpoint.state.canonical import GROUPS_KEY
 from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.checkpoint.tools.reader import CheckpointReader
@@ -309,14 +309,6 @@ def find_stored(config: Config) -> StoredRun | None:
 def _read_latest(folder: Location) -> tuple[int, dict[str, object], bool] | None:
     """Return the latest step, the run's values in it, and whether it has parameter groups."""
     step = checkpoint.latest_step(folder)
-    if step is None and (steps := published_steps(folder)):
-        # Copied without the tracker, or the first save was killed just before it wrote one. To
-        # begin anew would replace them one by one.
-        step = steps[-1]
-        _LOGGER.warning(
-            "'%s' has checkpoints of steps %s and no '%s': the run goes on from the newest",
-            *(folder, steps, TRACKER_FILE),
-        )
     if step is None:
         return None
     with CheckpointReader(folder, step) as reader:

@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 
 from megafsdp.checkpoint import latest_step
-from megafsdp.checkpoint.format.save_root import published_steps
 from megafsdp.checkpoint.storage.locations import Location, location_of
 from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.training.config.parse import config_from_dict
@@ -35,7 +34,7 @@ def checkpoints_of(directory: str | os.PathLike[str]) -> Location:
     if not isinstance(folder, Path) or not (folder / CONFIG_FILE).is_file():
         return folder
     root = _root_of_run(folder)
-    if latest_step(root) is None and not published_steps(root):
+    if latest_step(root) is None:
         raise CheckpointError.expected(
             "a checkpoint of the run",
             "none",

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megafsdp import load_full_state_dict
@@ -605,17 +606,31 @@ rank = int(os.fork() == 0)
 save_root.reached = lambda point: time.sleep(point == "file opened")
 dist.init_process_group("gloo", init_method=f"file://{root}/ranks", rank=rank, world_size=2)
 checkpoint.async_save(f"{root}/saved", step=7, model=torch.nn.Linear(3, 3))
+if sys.argv[2] == "older":
+    # Versions of torch that call nothing before groups end.
+    dist.distributed_c10d._world.comms.clear()
 dist.destroy_process_group()
 if not rank:
     os.wait()
 """
 
 
+def _end_with_a_save(folder: Path, torch_version: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", _RANKS, folder, torch_version]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(not hasattr(distributed_c10d._world, "comms"), reason="torch before 2.13")
+def test_the_end_of_the_process_groups_waits_for_the_save(tmp_path: Path) -> None:
+    """As the last lines of many programs are: a save, and the end of the groups."""
+    ended = _end_with_a_save(tmp_path, "installed")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert latest_step(tmp_path / "saved") == 7
+
+
 def test_a_save_whose_groups_were_destroyed_says_what_to_call(tmp_path: Path) -> None:
-    """Torch's own error is the bare group."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _RANKS, tmp_path], capture_output=True, text=True, timeout=120
-    )
+    """With a torch that cannot wait for the save; torch's own error is the bare group."""
+    ended = _end_with_a_save(tmp_path, "older")
     message = "step 7 failed: .*result.* of the save, .*before torch.distributed.destroy_process"
     assert len(re.findall(message, ended.stderr)) == 2, ended.stderr
     assert latest_step(tmp_path / "saved") is None

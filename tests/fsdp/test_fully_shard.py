@@ -70,6 +70,7 @@ def _tied_across_units() -> None:
 
 def _wrong_arguments() -> None:
     _refused(lambda: fully_shard(Block(), strategy="zero3"), ValueError, ["'zero3'"])
+    _refused(lambda: fully_shard(Block(), strategy=True), ValueError, ["True", "stage 0 to 3"])
     _refused(lambda: fully_shard(Block(), average="mean"), ValueError, ["'mean'", "'token'"])
     _refused(lambda: fully_shard(Block(), prefetch=-1), ValueError, ["prefetch"])
     _refused(lambda: fully_shard(Block(), prefetch=1.5), ValueError, ["whole number", "1.5"])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate, replicate_with_fsdp
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -46,6 +47,19 @@ from tests.ranks import Ranks
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 3
 STRATEGIES = ["optim_grads_params", "optim_grads", "optim", "no_shard"]
+
+
+def _joins_uneven_batches() -> None:
+    _, net = pair(num_blocks=1)
+    with pytest.raises(
+        NotImplementedError, match=r"algorithms\.Join\. Drop the incomplete batches"
+    ):
+        Join([net])
+
+
+def test_uneven_batches_by_torchs_join_are_refused_with_a_cure(ranks: Ranks) -> None:
+    """Torch's own message is that an attribute is missing."""
+    ranks(2).run(_joins_uneven_batches)
 
 
 def _is_one_of_torchs() -> None:

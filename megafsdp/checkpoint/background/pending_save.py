@@ -31,6 +31,7 @@ from megafsdp.checkpoint.format import save_root
 from megafsdp.checkpoint.storage.locations import Location
 from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.weight_sync import register_before_load
+from megafsdp.mesh.torch_private import call_before_groups_end
 
 _LOGGER = logging.getLogger("megafsdp.checkpoint")
 
@@ -177,7 +178,7 @@ class BackgroundSaves:
     def start(
         self, pending: PendingSave, targets: Iterable[nn.Module | torch.optim.Optimizer]
     ) -> None:
-        """Start a save, and watch over steps, loads, the end of the process and SIGTERM.
+        """Start a save, and watch over steps, loads, the end of the process and signals.
 
         Args:
             pending: The save; the one before has ended.
@@ -190,7 +191,7 @@ class BackgroundSaves:
             register_optimizer_step_pre_hook(self.wait_until_staged)
             register_before_load(self.wait_until_staged)
             atexit.register(self._report_at_exit)
-            self._flush_on_sigterm()
+            self._flush_on_signals()
         self._last = pending
         pending.start(targets)
 
@@ -206,6 +207,7 @@ class BackgroundSaves:
         # A program may destroy the default group and make another one.
         if self._group is None or self._group[0]() is not world:
             self._group = (weakref.ref(world), dist.new_group(backend="gloo"))
+            call_before_groups_end(self.wait_for_end)
         return self._group[1]
 
     def wait_until_staged(self, *unused: object) -> None:
@@ -270,11 +272,12 @@ class BackgroundSaves:
         if self._last is not None and (error := self._last.unobserved_error()) is not None:
             _LOGGER.error("the background save of step %d failed: %s", self._last.step, error)
 
-    def _flush_on_sigterm(self) -> None:
-        """Make SIGTERM wait for the save, if the program does not handle the signal."""
+    def _flush_on_signals(self) -> None:
+        """Make SIGTERM and SIGHUP wait for the save, if the program does not handle the signal."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._finish_and_end)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if is_main and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._finish_and_end)
 
     def _finish_and_end(self, number: int, frame: FrameType | None) -> None:
         self._report_at_exit()

@@ -54,7 +54,7 @@ class Saves(Protocol):
     def clear(self) -> None:
         """Remove all checkpoints; warn of those that cannot be removed.
 
-        The tracker goes first, so that a half-removed checkpoint is never the latest one.
+        The tracker goes first, so that it never names a checkpoint that is removed.
         """
 
 

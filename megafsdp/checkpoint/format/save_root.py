@@ -74,13 +74,35 @@ def step_directory(root: L, step: int) -> L:
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the step that the tracker file names, or None if nothing was ever published.
 
+    Without a tracker it is the newest published step, with a warning.
+
     Args:
         directory: The save root, a path or the URL of a store.
 
     Raises:
         CheckpointError: The tracker file does not hold a step, or the store does not answer.
     """
-    path = location_of(directory) / TRACKER_FILE
+    root = location_of(directory)
+    if (tracked := tracked_step(root)) is not None:
+        return tracked
+    if not (steps := published_steps(root)):
+        return None
+    # Copied without the tracker, or the first save was killed just before it wrote one. A job that
+    # began anew would replace them one by one.
+    _LOGGER.warning(
+        "'%s' has checkpoints of steps %s and no '%s': the newest counts as the latest",
+        *(root, steps, TRACKER_FILE),
+    )
+    return steps[-1]
+
+
+def tracked_step(root: Location) -> int | None:
+    """Return the step that the tracker file names; None without a tracker.
+
+    Raises:
+        CheckpointError: The tracker file does not hold a step, or the store does not answer.
+    """
+    path = root / TRACKER_FILE
     try:
         text = path.read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -90,7 +112,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
             "one step number",
             repr(text[:40]),
             where=f"'{path}'",
-            hint=f"Write the step to use, one of {published_steps(path.parent)}",
+            hint=f"Write the step to use, one of {published_steps(root)}",
         )
     return int(text)
 
@@ -186,7 +208,7 @@ def require_not_latest(root: Location, step: int) -> None:
     Raises:
         CheckpointError: It is that step.
     """
-    if latest_step(root) == step and is_published(step_directory(root, step)):
+    if tracked_step(root) == step and is_published(step_directory(root, step)):
         raise CheckpointError.expected(
             "a step that is not the latest published one",
             f"step {step}",

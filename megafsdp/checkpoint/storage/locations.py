@@ -27,7 +27,8 @@ def location_of(directory: str | os.PathLike[str]) -> Location:
     """Return the location that a caller names; nothing is opened.
 
     Args:
-        directory: A local path, or the URL of a folder in a store, such as ``s3://bucket/run``.
+        directory: A local path, in which ``~`` is expanded, or the URL of a folder in a store, such
+            as ``s3://bucket/run``.
 
     Raises:
         CheckpointError: A URL was passed as a pathlib path, which merges its slashes.
@@ -49,7 +50,7 @@ def location_of(directory: str | os.PathLike[str]) -> Location:
             where=f"'{directory}'",
             hint="Give a str, such as 's3://bucket/run', and join with '/'",
         )
-    return Path(directory)
+    return Path(os.path.expanduser(directory))
 
 
 def joined(folder: L, name: str) -> L:

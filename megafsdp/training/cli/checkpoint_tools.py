@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,19 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("directory", help=_DIRECTORY)
     add("target", help="the new directory")
     add("--step", type=int, help="step; the latest by default")
-    add("--config", help="config.json of the model, where the checkpoint does not say it")
+    add(
+        "--config",
+        type=os.path.expanduser,
+        help="config.json of the model, where the checkpoint does not say it",
+    )
     add("--vocab-size", type=int, help="rows of the vocabulary to keep; the padding goes")
     add("--dtype", choices=tuple(_DTYPES), default="keep", help="dtype of the files")
     add("--max-shard-gb", type=float, default=5.0, help="size of a file, in units of 10**9 bytes")
-    add("--tokenizer", help="tokenizer.json to add, or its folder, with its configuration")
+    add(
+        "--tokenizer",
+        type=os.path.expanduser,
+        help="tokenizer.json to add, or its folder, with its configuration",
+    )
     _add_output(parser)
     parser.set_defaults(run=_export)
 
@@ -251,7 +260,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cadence(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN", help="a run's folder, in which it has saved")
+    parser.add_argument(
+        "run_folder",
+        type=os.path.expanduser,
+        metavar="RUN",
+        help="a run's folder, in which it has saved",
+    )
     parser.add_argument(
         "--mtbf-hours",
         type=float,

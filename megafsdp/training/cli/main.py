@@ -33,6 +33,8 @@ from megafsdp.training.pictures.run_report import write_report
 from megafsdp.training.process.doctor import examine
 from megafsdp.training.process.failure import describe, is_recorded, report_failure
 
+# A shell expands no ~ within --option=~/path.
+_path = os.path.expanduser
 _CONFIG_EXIT_CODE = 2
 _FAILURE_EXIT_CODE = 1
 
@@ -78,7 +80,7 @@ def _train(words: Sequence[str]) -> None:
     report = dry_run(config, wanted.world_size)
     print(report.to_json() if wanted.as_json else report.describe())
     if wanted.html_path is not None:
-        nbytes = write_dry_run(report, Path(wanted.html_path))
+        nbytes = write_dry_run(report, Path(_path(wanted.html_path)))
         # Standard output may be read as JSON.
         print(f"wrote {wanted.html_path} ({nbytes / 1e6:.1f} MB)", file=sys.stderr)
 
@@ -106,15 +108,21 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="*",
         default=[],
+        type=_path,
         help="text, .jsonl or .json (also .gz, .xz, .zst), .parquet, folders or glob patterns",
     )
-    add("--output", required=True, help="folder of the token files")
+    add("--output", required=True, type=_path, help="folder of the token files")
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
     add("--docstrings", action="store_true", help="take only the docstrings of Python files")
     add("--suffixes", nargs="+", default=default.suffixes, help="endings to read in folders")
     add("--json-key", default=default.json_key, help="key, or column, of the text")
     add("--encoding-errors", choices=("strict", "replace"), default=default.encoding_errors)
-    add("--tokenizer", default=default.tokenizer, help="byte, or tokenizer.json or its folder")
+    add(
+        "--tokenizer",
+        default=default.tokenizer,
+        type=_path,
+        help="byte, or tokenizer.json or its folder",
+    )
     add(
         "--no-eod",
         dest="append_eod",
@@ -144,7 +152,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=default.temperature, help="0 takes the likeliest")
     add("--top-k", type=int, help="draw from so many of the likeliest tokens; from all by default")
     add("--seed", type=int, default=default.seed, help="seed of the draws")
-    add("--tokenizer", help="in place of the run's: byte, or tokenizer.json or its folder")
+    add(
+        "--tokenizer",
+        type=_path,
+        help="in place of the run's: byte, or tokenizer.json or its folder",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device)
     parser.set_defaults(run=_generate)
 
@@ -165,12 +177,16 @@ def _prep(options: argparse.Namespace) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run; several are overlaid"
+        "runs",
+        nargs="+",
+        type=_path,
+        metavar="RUN",
+        help="folder of a run; several are overlaid",
     )
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=lambda word: Path(_path(word)),
         help="HTML file; report.html in the first run's folder by default",
     )
     parser.set_defaults(run=_report)

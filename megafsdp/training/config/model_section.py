@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.models.config import Architecture, ModelConfig, RouterBalance
@@ -14,6 +18,8 @@ from megafsdp.training.config.requirement import require
 
 _DEFAULT_PRESET = "qwen3-toy"
 _CONFIG_FILE = "config.json"
+# A shell expands ~ neither in a file nor within --section.field=~/path.
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class ModelSection:
     """
 
     preset: str = _DEFAULT_PRESET
-    from_hf: str | None = None
+    from_hf: UserPath | None = None
     architecture: Architecture | None = None
     num_layers: int | None = None
     hidden_size: int | None = None

@@ -12,6 +12,7 @@ import argparse
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -30,7 +31,7 @@ from megafsdp.training.config.described import (
     values_of,
 )
 from megafsdp.training.config.sections import CONFIG_FILE, METRICS_FILE, Config
-from megafsdp.training.config.words import is_list, type_in_words, value_in_words
+from megafsdp.training.config.words import is_list, is_text, type_in_words, value_in_words
 
 _NUM_SUGGESTIONS = 3
 _DESCRIPTION = (
@@ -225,7 +226,14 @@ def _parser(chosen: Mapping[str, type]) -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", nargs="*", metavar="SECTION", help=_HELP_HELP)
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help=_CONFIG_HELP)
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        type=os.path.expanduser,
+        metavar="FILE",
+        help=_CONFIG_HELP,
+    )
     names, text = ("--print-config", "--print_config"), "Print the values as YAML and exit."
     parser.add_argument(*names, action="store_true", help=text)
     parser.set_defaults(options=[])
@@ -237,7 +245,7 @@ def _parser(chosen: Mapping[str, type]) -> argparse.ArgumentParser:
                 *(f"--{value.path}{sign}" for sign in ("", "+")[: 1 + ("a list, each" in kind)]),
                 action=_Option,
                 dest="options",
-                type=_text if value.hint in (str, str | None) else _value,
+                type=_text if is_text(value.hint) else _value,
                 metavar="VALUE",
                 help=f"{value.description} ({kind}; default {spelt})".replace("%", "%%"),
             )

@@ -21,7 +21,7 @@ from megafsdp.data.tokenizer import BYTE_SPEC, TOKENIZER_FILE
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
-from megafsdp.training.config.model_section import ModelSection
+from megafsdp.training.config.model_section import ModelSection, UserPath
 from megafsdp.training.config.optimizer_sections import (
     LossScaleSection,
     MuonSection,
@@ -187,7 +187,7 @@ class RunSection:
         timeout_s: How long ranks may wait for each other, to meet and in a collective.
     """
 
-    directory: Annotated[str, Field(min_length=1)] = "runs/default"
+    directory: Annotated[UserPath, Field(min_length=1)] = "runs/default"
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -215,16 +215,16 @@ class DataSection:
         cache: Folder that keeps indices between runs; null for index_cache in the run's directory.
     """
 
-    train: list[str] = field(default_factory=list)
+    train: list[UserPath] = field(default_factory=list)
     weights: list[PositiveFloat] | None = None
-    validation: list[str] = field(default_factory=list)
+    validation: list[UserPath] = field(default_factory=list)
     split: str | None = None
-    tokenizer: str | None = AUTO_TOKENIZER
+    tokenizer: UserPath | None = AUTO_TOKENIZER
     sequence_length: PositiveInt = 1024
     document_mask: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     num_samples: PositiveInt | None = None
-    cache: str | None = None
+    cache: UserPath | None = None
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints; one is always saved at the end, also on SIGTERM, SIGINT or a NaN.
+    """Checkpoints; one is always saved at the end, also on SIGTERM, SIGINT, SIGHUP or NaN.
 
     Attributes:
         directory: Where they are saved, for one job at a time; null for checkpoints in the run's
@@ -309,7 +309,7 @@ class CheckpointSection:
             share of weights and states.
     """
 
-    directory: str | None = None
+    directory: UserPath | None = None
     interval_steps: PositiveInt | None = None
     keep_last: PositiveInt | None = 2
     keep_every: PositiveInt | None = None

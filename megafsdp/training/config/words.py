@@ -51,6 +51,13 @@ def type_in_words(hint: Any) -> str:
     return _KINDS[hint]
 
 
+def is_text(hint: Any) -> bool:
+    """Return whether a type is text, or either text or null."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return all(part is types.NoneType or is_text(part) for part in get_args(hint))
+    return (get_args(hint)[0] if get_origin(hint) is Annotated else hint) is str
+
+
 def is_list(hint: Any) -> bool:
     """Return whether a type is a list of any length, or either such a list or null."""
     if get_origin(hint) in (Union, types.UnionType, Annotated):

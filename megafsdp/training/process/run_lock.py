@@ -46,10 +46,10 @@ def sole_job(folder: Path, world: World, *, checkpoints: Location | None = None)
                 if checkpoints is not None and not isinstance(checkpoints, Path):
                     warn_unlocked(checkpoints, NotImplementedError("object stores have no locks"))
                 # A process cannot lock one file twice.
-                elif checkpoints and checkpoints.resolve() != folder.resolve():
+                elif checkpoints and (locked := _locked_for(checkpoints)) != folder.resolve():
                     where += f", checkpoint.directory '{checkpoints}'"
                     files.enter_context(
-                        locked_folder(checkpoints, LOCK_FILE, where=where, must_be_writable=False)
+                        locked_folder(locked, LOCK_FILE, where=where, must_be_writable=False)
                     )
             except ConfigError as error:
                 refusal = str(error)
@@ -57,3 +57,11 @@ def sole_job(folder: Path, world: World, *, checkpoints: Location | None = None)
         if refusal is not None:
             raise ConfigError(refusal)
         yield
+
+
+def _locked_for(checkpoints: Path) -> Path:
+    """Return the folder whose lock keeps other jobs out of a folder of checkpoints."""
+    folder = checkpoints.resolve()
+    # A run with its checkpoints at their usual place locks only its own folder.
+    is_of_run = folder.name == "checkpoints" and (folder.parent / LOCK_FILE).is_file()
+    return folder.parent if is_of_run else folder

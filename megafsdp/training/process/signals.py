@@ -1,4 +1,4 @@
-"""Turn SIGTERM and SIGINT into a request to stop, which all ranks follow at the same step.
+"""Turn SIGTERM, SIGINT and SIGHUP into a request to stop; all ranks stop at the same step.
 
 Before the ranks have met there is no step to follow, and a signal ends the process.
 """
@@ -17,7 +17,7 @@ import torch
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.training.process.failure import report_failure
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
@@ -63,11 +63,11 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGINT as requests inside the context; only in the main thread."""
+        """Take the signals as requests inside the context; only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.request) for number in _SIGNALS}
+        before = {number: signal.signal(number, self.request) for number in _listened_to()}
         try:
             yield
         finally:
@@ -77,7 +77,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """End this process by SIGTERM or SIGINT inside the context, with a message; main thread only.
+    """End this process by a signal inside the context, with a message; main thread only.
 
     It ends at once even while the main thread waits in native code, where Python's own handlers
     would run only after the wait.
@@ -89,7 +89,7 @@ def ending_on_signals() -> Iterator[None]:
     os.set_blocking(writer, False)
     # The interpreter writes the number of a signal there at the moment it arrives.
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
+    before = {number: signal.signal(number, _ignore) for number in _listened_to()}
     thread = threading.Thread(target=_end_by_signal, args=(reader,), daemon=True)
     thread.start()
     try:
@@ -102,6 +102,12 @@ def ending_on_signals() -> Iterator[None]:
         os.close(writer)
         thread.join()
         os.close(reader)
+
+
+def _listened_to() -> list[signal.Signals]:
+    """Return the signals without SIGHUP, if that is ignored, as nohup has it for its programs."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _SIGNALS if number != signal.SIGHUP or not is_ignored]
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

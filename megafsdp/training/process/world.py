@@ -128,8 +128,8 @@ def process_group(world: World, *, timeout_s: float) -> Iterator[None]:
     """Keep a default process group open; one that is open already is used and left open.
 
     Collective over all ranks on entry, and on exit without an error. Until the ranks have met,
-    SIGTERM and SIGINT end the process. Afterwards a thread looks for ranks that leave the others
-    waiting, and ends all processes if there are any.
+    SIGTERM, SIGINT and SIGHUP end the process. Afterwards a thread looks for ranks that leave the
+    others waiting, and ends all processes if there are any.
 
     On CPU with several ranks on a machine, each gets one thread, unless OMP_NUM_THREADS is set:
     threads of ranks that share cores slow each other down many times over. Also on CPU, glibc keeps

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafsdp.checkpoint import save
+from megafsdp.checkpoint import StorePath, load, save
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.checkpoint.format.publication import saves_to
 from megafsdp.errors import CheckpointError
@@ -31,6 +31,25 @@ def test_a_root_without_tracker_has_no_latest_step(tmp_path: Path) -> None:
     assert on_disk.latest_step(tmp_path / "missing") is None
     (tmp_path / "file").write_text("")
     assert on_disk.latest_step(tmp_path / "file") is None
+
+
+def test_without_a_tracker_the_newest_step_is_the_latest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All readers agree on it, so that no loop begins anew over checkpoints; it can be replaced."""
+    model = torch.nn.Linear(2, 2)
+    for root in (tmp_path / "disk", StorePath("memory://without-tracker")):
+        for step in (3, 12):
+            save(root, step=step, model=model)
+        tracker = root / on_disk.TRACKER_FILE
+        tracker.unlink() if isinstance(tracker, Path) else root.remove([on_disk.TRACKER_FILE])
+        assert on_disk.latest_step(root) == 12
+        assert f"'{root}' has checkpoints of steps [3, 12] and no" in caplog.text
+        assert on_disk.find(root, None) == on_disk.step_directory(root, 12)
+        assert load(root, model=model) == {}
+        with pytest.raises(CheckpointError, match="the latest is 12"):
+            on_disk.require_ahead(root, 4)
+        save(root, step=12, model=model)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +113,13 @@ def test_the_latest_step_can_be_saved_again_where_its_directory_is_gone(tmp_path
 
 
 def test_the_tracker_goes_before_the_checkpoints(tmp_path: Path) -> None:
-    """A removal that ends in between leaves no half-removed checkpoint as the latest one."""
+    """A removal that ends in between leaves no tracker that names a removed checkpoint."""
     _root_with(tmp_path, [1, 2], 2)
     latest: list[int | None] = []
     remove = on_disk.retire
 
     def seen(path: Path) -> bool:
-        latest.append(on_disk.latest_step(tmp_path))
+        latest.append(on_disk.tracked_step(tmp_path))
         return remove(path)
 
     with mock.patch.object(on_disk, "retire", seen):

@@ -25,6 +25,14 @@ def test_what_has_no_scheme_is_a_path(path: str | Path) -> None:
     assert location_of(f"file:///{path}") == Path(f"/{path}")
 
 
+def test_home_folders_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save to a path of a configuration file makes no folder of the name "~"."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert save("~/run", step=1, model=torch.nn.Linear(1, 1)).parent == tmp_path / "run"
+    assert location_of(Path("~/run")) == tmp_path / "run"
+    assert location_of("run~") == Path("run~")
+
+
 def test_a_url_is_joined_and_taken_apart_like_a_path() -> None:
     """By its slashes, of which those at the end do not count."""
     url = location_of("s3://bucket/runs/a/")

@@ -24,6 +24,14 @@ def test_train_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "step 2/2" in capsys.readouterr().out
 
 
+def test_paths_of_tools_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands no ~ after an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("some text")
+    assert main(["prep", "~/a.txt", "--output=~/data", "--validation-every=0"]) == 0
+    assert (tmp_path / "data" / "train.bin").is_file()
+
+
 def test_train_says_what_a_recipe_leaves_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -266,6 +267,7 @@ def test_text_arrives_as_it_is_written(
         "evaluation": {"sample_prompt": text},
         "checkpoint": {"directory": text},
     }
+    path = os.path.expanduser(text)
     words = ["--config", _write(tmp_path, json.dumps(values))]
     configs = [config_from_dict(values), parse_config(words)]
     if text != "null":
@@ -274,7 +276,12 @@ def test_text_arrives_as_it_is_written(
         configs.append(parse_config([more, *(f"--{name}={text}" for name in scalars)]))
     for config in configs:
         given = {name: {k: config.to_dict()[name][k] for k in values[name]} for name in values}
-        assert given == values
+        # The values that are paths are expanded, which only changes the text "~".
+        assert given == {
+            **values,
+            "data": {"train": [path, path], "tokenizer": path},
+            "checkpoint": {"directory": path},
+        }
         assert config_from_dict(config.to_dict()) == config
         assert type(config.evaluation.sample_prompt) is str
         assert type(config.data.train[0]) is str
@@ -282,6 +289,36 @@ def test_text_arrives_as_it_is_written(
         parse_config([*words, "--print-config"])
     printed = _write(tmp_path, capsys.readouterr().out)
     assert parse_config(["--config", printed]) == configs[0]
+
+
+def test_home_folders_are_expanded_in_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files and options, where no shell does it; text that is no path stays as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _write(tmp_path, "model: {from_hf: ~/saved}\ndata: {train: [~/a, b~], tokenizer: ~/t}\n")
+    config = parse_config(
+        [
+            "--config=~/config.yaml",
+            "--run.directory=~/run",
+            "--checkpoint.directory=~/steps",
+            "--data.validation=[~/v]",
+            "--data.cache=~/c",
+            "--evaluation.sample_prompt=~/p",
+        ]
+    )
+    assert config.model.from_hf == f"{tmp_path}/saved"
+    assert config.data.train == [f"{tmp_path}/a", "b~"]
+    assert config.data.validation == [f"{tmp_path}/v"]
+    assert (config.data.tokenizer, config.data.cache) == (f"{tmp_path}/t", f"{tmp_path}/c")
+    assert config.run_directory == tmp_path / "run"
+    assert config.checkpoint_directory == tmp_path / "steps"
+    assert config.evaluation.sample_prompt == "~/p"
+
+
+def test_a_folder_may_be_named_by_a_number() -> None:
+    """Of a year, say."""
+    assert parse_config(["--run.directory", "2026"]).run.directory == "2026"
 
 
 @pytest.mark.parametrize("null", ["null", "~", ""])

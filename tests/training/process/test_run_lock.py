@@ -73,6 +73,26 @@ def test_jobs_that_share_a_folder_of_checkpoints_are_refused(ranks: Ranks, tmp_p
     assert [summary.step for summary in ranks(2).run(train, config)] == [1, 1]
 
 
+def test_checkpoints_in_the_folder_of_another_job_are_refused(tmp_path: Path) -> None:
+    """That job locks its folder, not the one of its checkpoints."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    checkpoints = theirs / "checkpoints"
+    with (
+        sole_job(theirs, ALONE),
+        pytest.raises(ConfigError, match="no other job runs"),
+        sole_job(ours, ALONE, checkpoints=checkpoints),
+    ):
+        pass
+    with (
+        sole_job(ours, ALONE, checkpoints=checkpoints),
+        pytest.raises(ConfigError, match="no other job runs"),
+        sole_job(theirs, ALONE),
+    ):
+        pass
+    with sole_job(theirs, ALONE, checkpoints=checkpoints):
+        pass
+
+
 def test_checkpoints_in_the_run_folder_itself_are_no_second_job(tmp_path: Path) -> None:
     """However the folder is written."""
     write_corpus(tmp_path)

@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_is_a_request_while_listening(number: int) -> None:
     """The process goes on, a second signal too, and the old handler comes back."""
     before = signal.getsignal(number)
@@ -30,6 +30,18 @@ def test_signal_is_a_request_while_listening(number: int) -> None:
             os.kill(os.getpid(), number)
         assert stop.is_requested
     assert signal.getsignal(number) is before
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    """Programs of nohup outlive their terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequest(CPU)
+    try:
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _agreements() -> list[bool]:
