@@ -19,7 +19,9 @@ from megafsdp.device.torch_private import without_dynamo
 from megafsdp.errors import expected
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: the compiler of torch 2.11 reads the fields of frozen dataclasses, and would compile
+# layers again for other lengths.
+@dataclass(slots=True, eq=False)
 class Documents:
     """How the rows of a batch are made of documents; opaque, so that no compiler reads values.
 
