@@ -14,7 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +31,7 @@ from megafsdp import (
     OffloadPolicy,
     clip_grad_norm_,
     full_state_dict,
+    full_tensor,
     fully_shard,
     load_full_state_dict,
     summon_full_params,
@@ -34,12 +42,12 @@ from tests.fsdp.toy import (
     assert_same_grads,
     assert_same_parameters,
     batches,
-    mine,
 )
 from tests.ranks import Ranks
 
 _NUM_CALLS = 30
 _MORE = [pytest.param(seed, marks=pytest.mark.matrix("calls")) for seed in range(8, 200)]
+_MORE_CUT = [pytest.param(seed, marks=pytest.mark.matrix("calls")) for seed in range(4, 100)]
 
 
 class _FailedError(Exception):
@@ -109,8 +117,27 @@ class _Net(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _sharded(net: _Net, rng: random.Random) -> _Net:
-    """Shard a copy of a net in one of many ways."""
+def _cut(net: _Net, mesh: DeviceMesh) -> None:
+    """Cut a net over a tensor-parallel mesh, as torch does; the rest of its layers stay plain."""
+    is_tied = net.head.weight is net.embedding.weight
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for index, layer in enumerate(dict.fromkeys(net.layers)):
+        # torch cannot take the gradient of a bias of one element, on one rank either.
+        if layer.up.out_features > 1 and layer.up.out_features % mesh.size() == 0:
+            plan |= {
+                f"layers.{index}.up": ColwiseParallel(),
+                f"layers.{index}.down": RowwiseParallel(),
+            }
+    parallelize_module(net, mesh, plan)
+    if is_tied:
+        net.head.weight = net.embedding.weight
+
+
+def _sharded(net: _Net, rng: random.Random, degree: int) -> _Net:
+    """Shard a copy of a net in one of many ways, on a mesh with an axis tp if a degree is given."""
     strategy = rng.choice((*STRATEGIES, "optim_grads_params"))
     options: dict[str, Any] = {
         "strategy": strategy,
@@ -118,11 +145,19 @@ def _sharded(net: _Net, rng: random.Random) -> _Net:
         "prefetch": rng.choice([0, 1, 2]),
         "offload_policy": OffloadPolicy(params=rng.random() < 0.15),
     }
-    if dist.get_world_size() == 4 and rng.random() < 0.6:
+    net, has_outer = copy.deepcopy(net), False
+    if degree > 0:
+        has_outer = rng.random() < 0.5
+        shape, names = (2, 1) if has_outer else (1, 2), ("outer", "inner", "tp")
+        root = init_device_mesh("cpu", (*shape, degree), mesh_dim_names=names)
+        _cut(net, root["tp"])
+        options["mesh"] = root["outer", "inner"] if has_outer else root["inner"]
+    elif dist.get_world_size() == 4 and rng.random() < 0.6:
+        has_outer = True
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        if strategy == "optim_grads_params" and rng.random() < 0.5:
-            options["outer_strategy"] = "optim"
-    net, share = copy.deepcopy(net), rng.choice([0.0, 0.5, 1.0])
+    if has_outer and strategy == "optim_grads_params" and rng.random() < 0.5:
+        options["outer_strategy"] = "optim"
+    share = rng.choice([0.0, 0.5, 1.0])
     for layer in dict.fromkeys(net.layers):
         if layer.inner is not None and rng.random() < share / 2:
             fully_shard(layer.inner, **options)
@@ -143,14 +178,15 @@ def _optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
 class _Twins(TwinCalls):
     """A plain and a sharded net with their optimizers, and the calls that both are given."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, degree: int) -> None:
         super().__init__(seed)
         torch.manual_seed(seed)
+        self.degree = degree
         self.plain = _Net(self._rng)
         for parameter in self.plain.parameters():
             parameter.requires_grad_(self._rng.random() > 0.1)
         self.plain.embedding.requires_grad_(True)
-        self.sharded = _sharded(self.plain, self._rng)
+        self.sharded = _sharded(self.plain, self._rng, degree)
         self.nets = (self.plain, self.sharded)
         self.kind = self._rng.choice(["fused", "adamw", "sgd"])
         self.optimizers = [_optimizer(net, self.kind) for net in self.nets]
@@ -159,6 +195,12 @@ class _Twins(TwinCalls):
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         return batches(1, seed=self._rng.randrange(1 << 30))[0]
+
+    def _mine(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the rows of this rank's data rank."""
+        degree = max(self.degree, 1)
+        num_parts = dist.get_world_size() // degree
+        return tuple(each.chunk(num_parts)[dist.get_rank() // degree] for each in batch)
 
     def _check(self) -> None:
         assert_same_parameters(self.sharded, self.plain, rtol=1e-4, atol=5e-5)
@@ -173,7 +215,7 @@ class _Twins(TwinCalls):
 
     def train(self) -> None:
         batch = self._batch()
-        self.sharded(*mine(batch)).backward()
+        self.sharded(*self._mine(batch)).backward()
         self.plain(*batch).backward()
         self._note_backward()
 
@@ -188,17 +230,17 @@ class _Twins(TwinCalls):
         batch = self._batch()
         if self._rng.random() < 0.5:
             with self.sharded.no_sync():
-                self.sharded(*mine(batch)).backward()
+                self.sharded(*self._mine(batch)).backward()
         else:
             self.sharded.set_requires_gradient_sync(False)
-            self.sharded(*mine(batch)).backward()
+            self.sharded(*self._mine(batch)).backward()
             self.sharded.set_requires_gradient_sync(True)
         self.plain(*batch).backward()
         self._note_backward(is_last=False)
 
     def go_backward_twice(self) -> None:
         batch = self._batch()
-        for net, inputs in zip(self.nets, (batch, mine(batch)), strict=True):
+        for net, inputs in zip(self.nets, (batch, self._mine(batch)), strict=True):
             loss = net(*inputs)
             loss.backward(retain_graph=True)
             loss.backward()
@@ -207,7 +249,7 @@ class _Twins(TwinCalls):
     def go_forward_twice(self) -> None:
         first, second, order = self._batch(), self._batch(), self._rng.choice(["ab", "ba", "sum"])
         for net, is_whole in zip(self.nets, (True, False), strict=True):
-            a, b = (net(*(part if is_whole else mine(part))) for part in (first, second))
+            a, b = (net(*(part if is_whole else self._mine(part))) for part in (first, second))
             losses = {"ab": [a, b], "ba": [b, a], "sum": [a + b]}[order]
             for loss in losses:
                 loss.backward()
@@ -217,7 +259,7 @@ class _Twins(TwinCalls):
         batch = self._batch()
         context = self._rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
         with context():
-            found, wanted = self.sharded(mine(batch)[0]), self.plain(mine(batch)[0])
+            found, wanted = self.sharded(self._mine(batch)[0]), self.plain(self._mine(batch)[0])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
 
     def step(self) -> None:
@@ -284,7 +326,7 @@ class _Twins(TwinCalls):
             for found, wanted in zip(
                 *(net.parameters() for net in reversed(self.nets)), strict=True
             ):
-                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=5e-5)
+                torch.testing.assert_close(full_tensor(found), wanted, rtol=1e-4, atol=5e-5)
 
     def reload_optimizer(self) -> None:
         state = self.optimizers[1].state_dict()
@@ -316,26 +358,26 @@ class _Twins(TwinCalls):
         self.sharded.set_reshard_after_forward(self._rng.random() < 0.5)
 
     def run_without_backward(self) -> None:
-        self.sharded(*mine(self._batch()))
+        self.sharded(*self._mine(self._batch()))
 
     def fail_in_forward(self) -> None:
         if len(self.plain.layers) - 1 not in self.sharded.skipped:
             self.sharded.fails = True
             with pytest.raises(_FailedError):
-                self.sharded(*mine(self._batch()))
+                self.sharded(*self._mine(self._batch()))
             self.sharded.fails = False
 
     def fail_in_backward(self) -> None:
         # Gradients of earlier backwards may have got a part of this one's.
         if not self.has_grads:
-            loss = _Fail.apply(self.sharded(*mine(self._batch())))
+            loss = _Fail.apply(self.sharded(*self._mine(self._batch())))
             with pytest.raises(_FailedError):
                 loss.backward()
             self.sharded.zero_grad()
 
 
-def _run(seed: int) -> None:
-    call_in_random_order(_Twins(seed), _NUM_CALLS, often=("train", "train", "step"))
+def _run(seed: int, degree: int = 0) -> None:
+    call_in_random_order(_Twins(seed, degree), _NUM_CALLS, often=("train", "train", "step"))
 
 
 @pytest.mark.parametrize("seed", [*range(8), *_MORE])
@@ -344,3 +386,10 @@ def test_any_sequence_of_calls_leaves_what_it_leaves_without_sharding(
 ) -> None:
     """Losses, gradients, weights, norms and states, on one to four ranks, under every strategy."""
     ranks((2, 3, 4, 1)[seed % 4]).run(_run, seed)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *_MORE_CUT])
+def test_any_sequence_of_calls_is_right_beside_tensor_parallelism(ranks: Ranks, seed: int) -> None:
+    """The same with layers that torch has cut, at a degree of two, and of one."""
+    degree = 1 + seed % 2
+    ranks(2 * degree).run(_run, seed, degree)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -113,6 +114,44 @@ def _three_ways() -> None:
 def test_a_model_of_torchs_plan_equals_fsdp2_and_one_process(ranks: Ranks) -> None:
     """Losses, every gradient and three steps; one gather, one reduction and one sum a unit."""
     ranks(4).run(_three_ways)
+
+
+class _BesidePlain(nn.Module):
+    """A layer that the plan cuts, a plain parameter beside it, and a plain layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut, self.plain = nn.Linear(6, 4).double(), nn.Linear(6, 6).double()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square."""
+        return (self.scale * self.cut(self.plain(x))).square().mean()
+
+
+def _torchs_clip(degree: int) -> None:
+    grid = _grid(2 // degree, degree)
+    reference = _BesidePlain()
+    net = copy.deepcopy(reference)
+    parallelize_module(net, grid["tp"], {"cut": ColwiseParallel(output_layouts=Replicate())})
+    for module in (net.plain, net):
+        fully_shard(module, mesh=grid["inner"])
+    x = torch.arange(12, dtype=torch.float64).view(2, 6)
+    reference(x).backward()
+    net(x.chunk(2 // degree)[grid["inner"].get_local_rank()]).backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (net, reference)]
+    torch.testing.assert_close(full_tensor(norms[0]), norms[1], **TOLERANCE)
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_torchs_clip_takes_plain_parameters_beside_those_of_a_plan(
+    ranks: Ranks, degree: int
+) -> None:
+    """All gradients are on one mesh, at a degree of one too."""
+    ranks(2).run(_torchs_clip, degree)
 
 
 def _on_meta(tp: DeviceMesh) -> Llama:

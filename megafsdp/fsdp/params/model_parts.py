@@ -70,9 +70,9 @@ def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     root = None if mesh is None else root_of(mesh)
     if mesh is None or root is None or TP not in (root.mesh_dim_names or ()):
         return None
-    # A mesh that was flattened over this axis too divides among its ranks, and repeats nothing.
-    is_beside = len(_common_ranks(mesh, root[TP])) == 1
-    return root[TP] if is_beside and root[TP].size() > 1 else None
+    # A mesh with this axis, or flattened over it, divides among its ranks, and repeats nothing.
+    is_inside = TP in (mesh.mesh_dim_names or ()) or len(_common_ranks(mesh, root[TP])) > 1
+    return None if is_inside else root[TP]
 
 
 def _common_ranks(mesh: DeviceMesh, other: DeviceMesh) -> set[int]:
@@ -93,9 +93,9 @@ def plain_placement(
         ValueError: Its layer declares that tensor parallelism cuts it.
     """
     annotation, shape = annotation_of(parameter), tuple(parameter.shape)
-    if model_mesh is None or model_mesh.size() == 1:
+    if model_mesh is None:
         return ModelPlacement(whole_part(shape))
-    if annotation.tp_dim is not None:
+    if annotation.tp_dim is not None and model_mesh.size() > 1:
         raise ValueError(
             expected(
                 f"a DTensor cut over the {model_mesh.size()} ranks of axis "
