@@ -40,9 +40,7 @@ def show_weights_to_split_backward(module: nn.Module) -> Iterator[None]:
         unit.finish_unshard()
         unit.show_unsharded(in_backward=True)
     yield
-    for unit in units:
-        unit.show_sharded()
-    # No output of a unit saw the backward of weights.
+    # No output of a unit has seen the backward of weights.
     for context in contexts.values():
         context.end_unseen_backward()
 

@@ -45,7 +45,7 @@ from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
 from tests.ranks import Ranks
 
-NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 3
+NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 8, 4, 3
 STRATEGIES = ["optim_grads_params", "optim_grads", "optim", "no_shard"]
 
 
@@ -108,13 +108,15 @@ def test_modules_are_marked_as_managed_while_their_forwards_gather(ranks: Ranks)
     ranks(2).run(_marked_as_managed)
 
 
-def _stage(layers: nn.Sequential, mesh: DeviceMesh, strategy: str) -> nn.Sequential:
+def _stage(
+    layers: nn.Sequential, mesh: DeviceMesh, strategy: str, *, is_unit: bool
+) -> nn.Sequential:
     for layer in layers:
         fully_shard(layer, mesh=mesh, strategy=strategy)
-    return fully_shard(layers, mesh=mesh, strategy=strategy)
+    return fully_shard(layers, mesh=mesh, strategy=strategy) if is_unit else layers
 
 
-def _pipelined(kind: Callable[..., Any], strategy: str) -> None:
+def _pipelined(kind: Callable[..., Any], strategy: str, is_unit: bool = True) -> None:
     """Train 2 pipeline ranks x 2 data-parallel ranks beside one process with the same batches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
@@ -127,7 +129,12 @@ def _pipelined(kind: Callable[..., Any], strategy: str) -> None:
     indices = [rank, num_stages - 1 - rank] if is_v else range(rank, num_stages, 2)
     # A slice of a Sequential keeps the names of the whole.
     parts = {
-        index: _stage(copy.deepcopy(reference[index * size : (index + 1) * size]), dp, strategy)
+        index: _stage(
+            copy.deepcopy(reference[index * size : (index + 1) * size]),
+            dp,
+            strategy,
+            is_unit=is_unit,
+        )
         for index in indices
     }
     stages = [
@@ -149,7 +156,7 @@ def _pipelined(kind: Callable[..., Any], strategy: str) -> None:
         # Microbatches are added up locally. The first step also runs every stage once more, to find
         # out what it passes on.
         num_reductions = record.calls["reduce_scatter"] + record.calls["all_reduce"]
-        assert step == 0 or num_reductions == num_groups + len(parts)
+        assert step == 0 or not is_unit or num_reductions == num_groups + len(parts)
         for part in parts.values():
             for name, parameter in part.named_parameters():
                 wanted = reference.get_parameter(name).grad
@@ -218,6 +225,12 @@ def test_a_split_backward_loses_no_gradient_in_silence(ranks: Ranks) -> None:
     """Where pipelining was imported too late: at a view of a weight, or when it is reduced."""
     for strategy in ("optim_grads_params", "no_shard"):
         ranks(2).run(_split_backward_alone, strategy)
+
+
+def test_a_pipelines_stage_may_be_a_plain_module(ranks: Ranks) -> None:
+    """Its layers then reduce in each microbatch, also what the backward of weights leaves."""
+    for strategy in STRATEGIES:
+        ranks(4).run(_pipelined, ScheduleInterleavedZeroBubble, strategy, False)
 
 
 class Scorer(nn.Module):
