@@ -47,6 +47,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, is_made: bool, found
         ('{"step": 3, "lo', "metrics.jsonl breaks off in its last line, 3"),
         ('{"step": 3, "lo\n{"step": 3, "loss": 1.0}\n', "lines that are not whole, 3:"),
         ('{"step": 1e999}\n{"step": "2"}\n', "lines that are not whole, 3, 4:"),
+        ("7\n[1]\nnull\n{}\n\x00\n", "not whole, 3, 4, 5, 6, 7:"),
         ("7\n[1]\nnull\n{}\n\x00\n\x01\n\x02\n", "not whole, 3, 4, 5, 6, 7 and 2 more"),
     ],
 )
@@ -64,6 +65,15 @@ def test_a_torn_file_is_read_as_far_as_it_goes(
     (note,) = run.notes
     assert said in note
     assert said in caplog.text
+
+
+def test_an_event_without_its_kind_is_left_out(tmp_path: Path) -> None:
+    """A line of a step alone is none."""
+    events = [{"step": 1}, {"event": "saved", "step": 2}]
+    folder = write_run(tmp_path / "run", [step_row(1)], events=events, config=tiny(tmp_path))
+    (run,) = read_runs([folder])
+    assert run.events == [events[1]]
+    assert run.notes == ["events.jsonl has lines that are not whole, 1: drawn is what can be read."]
 
 
 def test_values_that_are_no_numbers_are_null(tmp_path: Path) -> None:
