@@ -18,11 +18,15 @@ from tests.training.runs import tiny
 def test_rows_events_and_configuration_are_as_written(tmp_path: Path) -> None:
     """Evaluations stand apart from steps; a whole folder has no notes."""
     rows = [step_row(1), {"step": 1, "validation_loss": 2.0}, step_row(2)]
-    events = [{"event": "started", "step": 0, "num_ranks": 2}, {"event": "saved", "step": 2}]
+    events = [
+        {"event": "started", "step": 0, "num_ranks": 2},
+        {"event": "saved", "step": 2},
+        {"event": "started", "step": 2, "num_ranks": 4},
+    ]
     config = tiny(tmp_path)
     (run,) = read_runs([write_run(tmp_path / "run", rows, events=events, config=config)])
     assert (run.steps, run.evaluations) == ([rows[0], rows[2]], [rows[1]])
-    assert (run.events_of(Event.SAVED), run.last_start) == ([events[1]], events[0])
+    assert (run.events_of(Event.SAVED), run.last_start) == ([events[1]], events[2])
     assert run.config == config.to_dict()
     assert (run.name, run.notes) == ("run", [])
 
