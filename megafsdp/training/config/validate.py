@@ -293,7 +293,7 @@ def _check_offload(config: Config) -> None:
     is_plain = optimizer.state_dtypes == (torch.float32, torch.float32)
     is_built = optimizer.is_fused_adam and optimizer.kind == "adamw" and is_plain
     require(
-        is_built and main == "fp32" and not optimizer.store_param_remainders,
+        is_built and main == "fp32",
         "optimizer.offload_fraction",
         "0, or adamw in the megafsdp form with fp32 states and fp32 main weights",
         f"{fraction} with {optimizer.kind} in the {optimizer.form} form, states in"

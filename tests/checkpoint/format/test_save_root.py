@@ -28,6 +28,7 @@ def _root_with(root: Path, steps: list[int], latest: int) -> Path:
 def test_a_root_without_tracker_has_no_latest_step(tmp_path: Path) -> None:
     """Nothing, or something that is no directory, was never saved to."""
     assert on_disk.latest_step(tmp_path) is None
+    on_disk.require_ahead(tmp_path, 0)
     assert on_disk.latest_step(tmp_path / "missing") is None
     (tmp_path / "file").write_text("")
     assert on_disk.latest_step(tmp_path / "file") is None

@@ -69,8 +69,13 @@ def test_the_file_of_a_run_that_was_moved_is_refused(
     assert parse_config(words).run.directory == "old", "no run has begun in this folder"
     (moved / "metrics.jsonl").touch()
     message = re.escape(f"run's own folder, '{moved}', got 'old'. In run.directory of '{words[1]}'")
-    with pytest.raises(ConfigError, match=f"{message}.*Give --run.directory {moved} to go on"):
-        parse_config(words)
+    other = tmp_path / "other.yaml"
+    other.write_text("run: {name: other}")
+    for more in ([], ["--config", str(other)], ["--run.name", "other"]):
+        with pytest.raises(ConfigError, match=f"{message}.*Give --run.directory {moved} to go on"):
+            parse_config([*words, *more])
+    (moved / "copy.yaml").write_text("run: {directory: old}")
+    assert parse_config(["--config", str(moved / "copy.yaml")]).run.directory == "old"
     assert parse_config([*words, "--run.directory", "moved"]).run.directory == "moved"
     later = tmp_path / "later.yaml"
     later.write_text("run: {directory: new}")

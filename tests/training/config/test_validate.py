@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megafsdp.errors import ConfigError
-from megafsdp.training.config.validate import validate
+from megafsdp.training.config.validate import split_shares, validate
 from tests.training.runs import HYBRID, MIXTURE, tiny
 
 
@@ -20,6 +20,9 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
     """The tiny run fits one, two, three and four ranks."""
     for world_size in (1, 2, 3, 4):
         validate(tiny(tmp_path), world_size=world_size)
+    validate(tiny(tmp_path, train={"steps": None, "samples": 12}), world_size=4)
+    on_host = {"parallel": {"offload_parameters": True}, "optimizer": {"host_threads": 3}}
+    validate(tiny(tmp_path, **on_host), world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,7 @@ def test_sound_configuration_passes(tmp_path: Path) -> None:
         ("model", {"preset": "qwen3-toi"}, "qwen3-toy"),
         ("model", {"num_query_groups": 3}, "num_query_groups"),
         ("data", {"train": []}, "data.train"),
+        ("data", {"train": [], "weights": [1.0]}, "data.train"),
         ("data", {"weights": [1.0, 2.0]}, "data.weights"),
         ("data", {"split": "90,10"}, "either validation prefixes or a split"),
         ("data", {"validation": [], "split": "all"}, "data.split"),
@@ -196,6 +200,51 @@ def test_unknown_choice_is_refused(
     """A name that no choice has is an error, with the known ones or the field listed."""
     with pytest.raises(ConfigError, match=known):
         tiny(tmp_path, **{section: values})
+
+
+@pytest.mark.parametrize(
+    ("sections", "what"),
+    [
+        (
+            {
+                "precision": {"main_params_dtype": "bf16"},
+                "optimizer": {"store_param_remainders": True, "implementation": "loop"},
+            },
+            "got bf16 with adamw in the loop form",
+        ),
+        (
+            {
+                "precision": {"main_params_dtype": "bf16"},
+                "optimizer": {"offload_fraction": 0.5},
+            },
+            "states in fp32 and fp32, weights in bf16",
+        ),
+        (
+            {
+                "parallel": {"offload_parameters": True},
+                "optimizer": {"offload_fraction": 0.5},
+            },
+            "Choose one of the two",
+        ),
+    ],
+)
+def test_values_of_two_sections_that_contradict_each_other_are_refused(
+    tmp_path: Path, sections: dict[str, Any], what: str
+) -> None:
+    """Each of them would do without the other."""
+    with pytest.raises(ConfigError, match=what):
+        validate(tiny(tmp_path, **sections), world_size=2)
+
+
+@pytest.mark.parametrize(
+    "split", ["1", "0,1", "1,0", "-1,1", "1,1,-1", "1,1,inf", "nan,1", "1,nan", "1,1,1,1"]
+)
+def test_split_without_two_positive_shares_is_refused(split: str) -> None:
+    """A third share, which nothing reads, may be 0."""
+    assert split_shares("99,1") == [99.0, 1.0]
+    assert split_shares("8,1,0") == [8.0, 1.0, 0.0]
+    with pytest.raises(ConfigError, match=f"shares for training and validation, got '{split}'"):
+        split_shares(split)
 
 
 def test_fused_steps_need_gradients_of_the_weights_dtype(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megafsdp.training.step.update import StepStatistics
 
 POSITION = Position(20, 200, 480, 24, 1)
 RESULT = StepResult(3.05631, 0.7204, False, ())
-RATES = Rates(0.1761, 17443.2, 0.0467, None, 2**29, 3723.0)
+RATES = Rates(0.1761, 17443.2, 0.0467, None, 2**29, 3722.6)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,34 @@ def test_rates_leave_out_what_is_between_steps(monkeypatch: pytest.MonkeyPatch) 
     clock.now_s += 0.25
     meter.end_step()
     assert meter.read(num_steps_left=1).step_s == 0.25
+    nothing = meter.read(num_steps_left=1)
+    assert (nothing.step_s, nothing.tokens_per_s, nothing.tflops, nothing.eta_s) == (0, 0, 0, 0)
+
+
+def test_the_end_of_a_step_is_the_begin_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that are queued one behind the other."""
+    clock = _Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    meter = Meter(torch.device("cpu"), tokens_per_step=100, flops_per_token=4e9, num_devices=1)
+    meter.start_step()
+    for seconds in (0.25, 0.75):
+        clock.now_s += seconds
+        meter.end_step()
+    assert meter.read(num_steps_left=1).step_s == 0.5
+
+
+def test_mfu_is_a_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 312 TFLOP/s on a device that has so many."""
+    clock = _Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12)
+    meter = Meter(torch.device("cuda"), tokens_per_step=2, flops_per_token=78e12, num_devices=1)
+    meter.start_step()
+    clock.now_s += 1.0
+    meter.end_step()
+    rates = meter.read(num_steps_left=1)
+    assert (rates.tflops, rates.mfu, rates.memory_nbytes) == (156.0, 0.5, 12)
 
 
 def test_progress_line_shows_every_figure() -> None:

@@ -117,5 +117,6 @@ def test_marks_are_resumes_saves_and_skipped_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "loss": 1.0}]])
 def test_marks_without_tokens_have_none(tmp_path: Path, rows: Rows) -> None:
     """Where the rows do not say."""
-    run = _run(tmp_path, rows, events=[{"event": "saved", "step": 1}])
-    assert [(m.tokens, m.elapsed_s) for m in marks_of(run)] == [(None, None)]
+    times = [{}, *({"elapsed_s": value} for value in (None, True, math.inf, "late"))]
+    run = _run(tmp_path, rows, events=[{"event": "saved", "step": 1} | time for time in times])
+    assert [(m.tokens, m.elapsed_s) for m in marks_of(run)] == [(None, None)] * len(times)

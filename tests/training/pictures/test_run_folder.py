@@ -18,11 +18,15 @@ from tests.training.runs import tiny
 def test_rows_events_and_configuration_are_as_written(tmp_path: Path) -> None:
     """Evaluations stand apart from steps; a whole folder has no notes."""
     rows = [step_row(1), {"step": 1, "validation_loss": 2.0}, step_row(2)]
-    events = [{"event": "started", "step": 0, "num_ranks": 2}, {"event": "saved", "step": 2}]
+    events = [
+        {"event": "started", "step": 0, "num_ranks": 2},
+        {"event": "saved", "step": 2},
+        {"event": "started", "step": 2, "num_ranks": 4},
+    ]
     config = tiny(tmp_path)
     (run,) = read_runs([write_run(tmp_path / "run", rows, events=events, config=config)])
     assert (run.steps, run.evaluations) == ([rows[0], rows[2]], [rows[1]])
-    assert (run.events_of(Event.SAVED), run.last_start) == ([events[1]], events[0])
+    assert (run.events_of(Event.SAVED), run.last_start) == ([events[1]], events[2])
     assert run.config == config.to_dict()
     assert (run.name, run.notes) == ("run", [])
 
@@ -47,6 +51,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, is_made: bool, found
         ('{"step": 3, "lo', "metrics.jsonl breaks off in its last line, 3"),
         ('{"step": 3, "lo\n{"step": 3, "loss": 1.0}\n', "lines that are not whole, 3:"),
         ('{"step": 1e999}\n{"step": "2"}\n', "lines that are not whole, 3, 4:"),
+        ("7\n[1]\nnull\n{}\n\x00\n", "not whole, 3, 4, 5, 6, 7:"),
         ("7\n[1]\nnull\n{}\n\x00\n\x01\n\x02\n", "not whole, 3, 4, 5, 6, 7 and 2 more"),
     ],
 )
@@ -64,6 +69,15 @@ def test_a_torn_file_is_read_as_far_as_it_goes(
     (note,) = run.notes
     assert said in note
     assert said in caplog.text
+
+
+def test_an_event_without_its_kind_is_left_out(tmp_path: Path) -> None:
+    """A line of a step alone is none."""
+    events = [{"step": 1}, {"event": "saved", "step": 2}]
+    folder = write_run(tmp_path / "run", [step_row(1)], events=events, config=tiny(tmp_path))
+    (run,) = read_runs([folder])
+    assert run.events == [events[1]]
+    assert run.notes == ["events.jsonl has lines that are not whole, 1: drawn is what can be read."]
 
 
 def test_values_that_are_no_numbers_are_null(tmp_path: Path) -> None:

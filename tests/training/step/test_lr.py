@@ -150,6 +150,16 @@ def test_decay_of_a_constant_schedule_is_not_compared(caplog: pytest.LogCaptureF
         assert bool(caplog.records) == is_reported
 
 
+def test_a_value_that_the_checkpoint_lacks_is_the_configured_one() -> None:
+    """As of a version that had no choice of the decay's shape."""
+    stored = _learning_rate(_schedule("wsd"), follows=False).state_dict()
+    del stored["decay_shape"]
+    own = replace(_schedule("wsd", "sqrt"), decay_samples=30)
+    rate = _learning_rate(own, follows=True)
+    rate.load_state_dict(stored)
+    assert rate.schedule == replace(own, decay_samples=40)
+
+
 def test_equal_schedules_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Resuming the same run says nothing."""
     rate = _learning_rate(_schedule("cosine"), follows=False)
