@@ -50,13 +50,22 @@ _HYBRID = _MIXTURE | {
         (_HYBRID | {"layer_types": ("sliding_attention",) * 4}, "linear_attention, full_attention"),
         (_HYBRID | {"linear_num_value_heads": 3}, "a multiple of the 2 key heads"),
         (_HYBRID | {"linear_key_head_dim": 0}, "ModelConfig.linear_key_head_dim"),
-        (_HYBRID | {"rotary_fraction": 0.3}, "an even number of elements"),
+        *(
+            (_HYBRID | {"rotary_fraction": f}, "an even number of elements")
+            for f in (0.3, 0.0, 2.0)
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(changes: dict[str, object], named: str) -> None:
     """The message names the field, so that it can be found in a configuration file."""
     with pytest.raises(ConfigError, match=named):
         dataclasses.replace(ModelConfig(), **changes)
+
+
+def test_a_token_may_go_to_all_experts() -> None:
+    """Then the router only weighs them."""
+    config = dataclasses.replace(ModelConfig(), **_MIXTURE | {"num_experts_per_token": 4})
+    assert config.num_experts_per_token == config.num_experts
 
 
 def test_odd_heads_are_allowed_where_positions_are_learned() -> None:

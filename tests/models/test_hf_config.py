@@ -326,8 +326,9 @@ def test_the_published_config_of_a_hybrid_is_read() -> None:
     assert config.layer_types == (*["linear_attention"] * 3, "full_attention") * 2
     assert (config.rope_theta, config.rotary_fraction) == (500.0, 0.25)
     assert (config.num_experts, config.shared_expert_ffn_hidden_size) == (5, 40)
-    with pytest.raises(ConfigError, match="layer_types"):
-        config_from_hugging_face(fields | {"layer_types": ["chunked_attention"] * 8})
+    for other in (["chunked_attention"] * 8, 8):
+        with pytest.raises(ConfigError, match="layer_types"):
+            config_from_hugging_face(fields | {"layer_types": other})
 
 
 def test_a_hybrid_of_attention_alone_needs_no_sizes_of_linear_attention() -> None:
