@@ -323,7 +323,7 @@ class FSDPModule(_Mixin):
             hint="Give nccl_user_buffers=True to fully_shard(), which registers memory with NCCL",
         )
 
-    def join_hook(self, **kwargs: object) -> NoReturn:
+    def join_hook(self, **kwargs: object) -> None:
         """Refuse ``torch.distributed.algorithms.Join``, for ranks with fewer batches than others.
 
         Raises:

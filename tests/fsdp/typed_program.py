@@ -100,6 +100,8 @@ def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> N
     with contextlib.suppress(NotImplementedError):
         model.set_symm_mem_for_comm("NCCL")
     with contextlib.suppress(NotImplementedError):
+        model.join_hook()
+    with contextlib.suppress(NotImplementedError):
         model.set_post_optim_event(torch.Event("cpu"))
 
 
