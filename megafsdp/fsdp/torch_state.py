@@ -32,16 +32,16 @@ def show_weights_to_split_backward(module: nn.Module) -> Iterator[None]:
         module: The module of the stage, with any units below it; without one nothing happens.
     """
     units = list(units_below([module]).values())
-    contexts = {id(context): context for context in (unit.require_context() for unit in units)}
+    contexts = [unit.require_context() for unit in units]
     # Autograd reads saved weights even for the gradients of weights alone.
-    for unit in units:
-        unit.require_context().start_unshard(unit, in_backward=True)
+    for unit, context in zip(units, contexts, strict=True):
+        context.start_unshard(unit, in_backward=True)
     for unit in units:
         unit.finish_unshard()
         unit.show_unsharded(in_backward=True)
     yield
     # No output of a unit has seen the backward of weights.
-    for context in contexts.values():
+    for context in dict.fromkeys(contexts):
         context.end_unseen_backward()
 
 

@@ -357,7 +357,7 @@ class FSDPContext:
             self._release_all()
 
     def end_unseen_backward(self) -> None:
-        """End a backward that ran within the root's forward, and that no output of a unit began."""
+        """End a backward that no output of a unit began, in the root's forward or of weights."""
         if any(group.gradients.has_grads for group in self.groups):
             self.has_unfinished_backward = True
             self.end_backward()

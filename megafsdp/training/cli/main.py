@@ -33,8 +33,6 @@ from megafsdp.training.pictures.run_report import write_report
 from megafsdp.training.process.doctor import examine
 from megafsdp.training.process.failure import describe, is_recorded, report_failure
 
-# A shell expands no ~ within --option=~/path.
-_path = os.path.expanduser
 _CONFIG_EXIT_CODE = 2
 _FAILURE_EXIT_CODE = 1
 
@@ -80,7 +78,7 @@ def _train(words: Sequence[str]) -> None:
     report = dry_run(config, wanted.world_size)
     print(report.to_json() if wanted.as_json else report.describe())
     if wanted.html_path is not None:
-        nbytes = write_dry_run(report, Path(_path(wanted.html_path)))
+        nbytes = write_dry_run(report, Path(wanted.html_path).expanduser())
         # Standard output may be read as JSON.
         print(f"wrote {wanted.html_path} ({nbytes / 1e6:.1f} MB)", file=sys.stderr)
 
@@ -108,10 +106,11 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="*",
         default=[],
-        type=_path,
+        type=os.path.expanduser,
         help="text, .jsonl or .json (also .gz, .xz, .zst), .parquet, folders or glob patterns",
     )
-    add("--output", required=True, type=_path, help="folder of the token files")
+    # A shell expands no ~ within --option=~/path.
+    add("--output", required=True, type=os.path.expanduser, help="folder of the token files")
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
     add("--docstrings", action="store_true", help="take only the docstrings of Python files")
     add("--suffixes", nargs="+", default=default.suffixes, help="endings to read in folders")
@@ -120,7 +119,7 @@ def _add_prep(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokenizer",
         default=default.tokenizer,
-        type=_path,
+        type=os.path.expanduser,
         help="byte, or tokenizer.json or its folder",
     )
     add(
@@ -154,7 +153,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=default.seed, help="seed of the draws")
     add(
         "--tokenizer",
-        type=_path,
+        type=os.path.expanduser,
         help="in place of the run's: byte, or tokenizer.json or its folder",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device)
@@ -179,14 +178,14 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
         nargs="+",
-        type=_path,
+        type=os.path.expanduser,
         metavar="RUN",
         help="folder of a run; several are overlaid",
     )
     parser.add_argument(
         "-o",
         "--output",
-        type=lambda word: Path(_path(word)),
+        type=lambda word: Path(word).expanduser(),
         help="HTML file; report.html in the first run's folder by default",
     )
     parser.set_defaults(run=_report)
