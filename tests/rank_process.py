@@ -157,6 +157,8 @@ def _serve_rank(request: ForkRanks, rank: int) -> NoReturn:
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log)
     torch.set_num_threads(1)
+    # The pools of all pytest processes share the cores: no rank has one to wait on awake.
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(os.sched_getaffinity(0)) + 1)
     if sys.platform == "linux":
         # The host name may resolve to an address that this machine cannot reach.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

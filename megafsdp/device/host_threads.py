@@ -39,14 +39,26 @@ def share_of_cores() -> int:
 
     The number of ranks is torchrun's ``LOCAL_WORLD_SIZE``; without it this rank is the only one.
     """
-    own = os.sched_getaffinity(0)
+    own = len(os.sched_getaffinity(0))
+    num_cores, num_ranks = _cores_and_ranks()
+    return max(1, min(own, num_cores // num_ranks))
+
+
+@functools.cache
+def is_core_shared() -> bool:
+    """Return whether this machine's ranks are more than its cores, so that they take turns."""
+    num_cores, num_ranks = _cores_and_ranks()
+    return num_cores < num_ranks
+
+
+def _cores_and_ranks() -> tuple[int, int]:
+    """Return how many cores this machine's ranks share, and how many ranks there are."""
     # A launcher binds its ranks but not itself: the ranks share the launcher's cores.
-    shared = own
+    cores = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        shared = own | os.sched_getaffinity(os.getppid())
+        cores = cores | os.sched_getaffinity(os.getppid())
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    num_ranks = max(1, int(text)) if text.isdecimal() else 1
-    return max(1, min(len(own), len(shared) // num_ranks))
+    return len(cores), max(1, int(text)) if text.isdecimal() else 1
 
 
 def default_host_threads(device_type: str) -> int:

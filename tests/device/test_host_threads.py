@@ -17,6 +17,7 @@ from megafsdp.device.host_threads import (
     check_host_threads,
     cores_near,
     default_host_threads,
+    is_core_shared,
     share_of_cores,
     stay_near,
     torch_threads,
@@ -29,10 +30,10 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """Ask the machine anew, in each test and after it."""
-    for asked in (share_of_cores, cores_near):
+    for asked in (share_of_cores, is_core_shared, cores_near):
         asked.cache_clear()
     yield
-    for asked in (share_of_cores, cores_near):
+    for asked in (share_of_cores, is_core_shared, cores_near):
         asked.cache_clear()
 
 
@@ -83,6 +84,28 @@ def test_ranks_of_a_machine_divide_its_cores(
     _machine(monkeypatch, own, launcher, num_ranks)
     assert share_of_cores() == wanted == default_host_threads("cuda")
     assert default_host_threads("cpu") == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "launcher", "num_ranks", "wanted"),
+    [
+        (4, None, "4", False),
+        (4, None, "5", True),
+        (1, {0, 1}, "2", False),
+        (1, {0, 1}, "3", True),
+        (1, None, None, False),
+    ],
+)
+def test_ranks_beyond_the_cores_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
+    launcher: set[int] | None,
+    num_ranks: str | None,
+    wanted: bool,
+) -> None:
+    """A rank that its launcher bound to one of several cores has that one for itself."""
+    _machine(monkeypatch, set(range(num_cores)), launcher, num_ranks)
+    assert is_core_shared() is wanted
 
 
 @pytest.mark.parametrize("given", [0, -1, True, 2.0, "4"])

@@ -5,7 +5,8 @@ all-to-all, and each rank sums what it received with :func:`sum_shards`. The sum
 in the accumulation dtype, and every operation is rounded separately, so the native kernel with any
 instruction set and the torch fallback give the same bits.
 
-:func:`look_out` spins before a wait: sleeping at once costs more than most collectives take.
+:func:`look_out` spins before a wait: sleeping at once costs more than most collectives take, if the
+rank has a core of its own.
 
 :func:`wait_for_rest` runs when the interpreter exits. A thread of gloo frees its tensors shortly
 after it has woken the thread that waited for the collective, and freeing a tensor with a Python
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp._native import native_module
+from megafsdp.device.host_threads import is_core_shared
 from megafsdp.errors import expected
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -142,10 +144,13 @@ def look_out(work: dist.Work) -> None:
     A collective passes from thread to thread, each woken by the one before: the rank's own, gloo's
     runner and its event loop, and those of the other ranks. Waking a thread on a core that fell
     asleep takes longer than sending the data of most collectives. So this thread keeps its core
-    awake, and yields it to other threads that can run there.
+    awake, and yields it to other threads that can run there. Where ranks share cores it would only
+    take time from the rank it waits for, so it returns at once.
 
     ``wait()`` must follow: it raises the errors of the collective.
     """
+    if is_core_shared():
+        return
     deadline_s = time.monotonic() + _LOOK_OUT_S
     while not work.is_completed() and time.monotonic() < deadline_s:
         os.sched_yield()

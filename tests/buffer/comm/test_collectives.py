@@ -323,6 +323,16 @@ def test_waits_on_gloo_look_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed.num_looks == -1
 
 
+def test_waits_on_gloo_sleep_at_once_where_ranks_share_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that is awake takes time from the rank that it waits for."""
+    monkeypatch.setattr(gloo, "is_core_shared", lambda: True)
+    work = _Work(num_looks=3)
+    Pending([work], is_on_gloo=True).wait()
+    assert (work.num_looks, work.num_waits) == (3, 1)
+
+
 def test_waits_on_gloo_sleep_in_the_end() -> None:
     """A work that does not end is waited for in a thread that sleeps."""
     work = _Work(num_looks=math.inf)
