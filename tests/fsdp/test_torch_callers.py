@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -43,6 +43,7 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
+from tests.pairwise import pairwise
 from tests.ranks import Ranks
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 8, 4, 3
@@ -289,57 +290,61 @@ class Pooled(nn.Module):
         return self.features(x.float()) * self.scale
 
 
-def _method_within_forward(register: Callable[[nn.Module, str], None], strategy: str) -> None:
-    policies = (
-        MixedPrecisionPolicy(),
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+METHODS_WITHIN_FORWARDS = pairwise(
+    list(
+        itertools.product(
+            (register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method),
+            STRATEGIES,
+            (None, True, False),
+            ("root", "inner", "recomputed", "recomputed method"),
+            (torch.float32, torch.bfloat16),
+        )
     )
-    choices = itertools.product(
-        (None, True, False), ("root", "inner", "recomputed", "recomputed method"), policies
-    )
-    for reshard, place, policy in choices:
-        torch.manual_seed(0)
-        reference = nn.Sequential(Pooled(), Block())
-        net = copy.deepcopy(reference)
-        options: dict[str, Any] = {"strategy": strategy, "reshard_after_forward": reshard}
-        pooled = fully_shard(net[0], mp_policy=policy, **options)
-        register(pooled, "features")
-        tolerance = {"rtol": 1e-5, "atol": 1e-6}
-        if policy.param_dtype is not None:
-            tolerance = {"rtol": 0.05, "atol": 0.05}  # Of bfloat16.
-        if place == "root":
-            reference, net = reference[0], pooled
-        else:
-            fully_shard(net, **options)
-        if place == "recomputed":
-            pooled.forward = partial(checkpoint, pooled.forward, use_reentrant=False)
-        elif place == "recomputed method":
-            pooled.features = partial(checkpoint, pooled.features, use_reentrant=False)
-        x = torch.randn(2, dist.get_world_size(), 3, WIDTH)
-        for step in range(2):
-            expected = reference(x[step])
-            found = net(x[step][dist.get_rank()])
-            torch.testing.assert_close(found, expected[dist.get_rank()], **tolerance)
-            expected.square().sum(1).mean(0).sum().backward()
-            found.square().sum().backward()
-            for (name, parameter), wanted in zip(
-                net.named_parameters(), reference.parameters(), strict=True
-            ):
-                assert isinstance(parameter, DTensor), name
-                torch.testing.assert_close(full_tensor(parameter.grad), wanted.grad, **tolerance)
-            assert pooled._fsdp_unit().is_resting
-
-
-@pytest.mark.parametrize(
-    "register", [register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method]
 )
-def test_a_forward_may_call_a_registered_method(ranks: Ranks, register: Any) -> None:
+
+
+def _method_within_forward(
+    register: Callable[[nn.Module, str], None],
+    strategy: str,
+    reshard: bool | None,
+    place: str,
+    dtype: torch.dtype,
+) -> None:
+    reference = nn.Sequential(Pooled(), Block())
+    net = copy.deepcopy(reference)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+    options: dict[str, Any] = {"strategy": strategy, "reshard_after_forward": reshard}
+    pooled = fully_shard(net[0], mp_policy=policy, **options)
+    register(pooled, "features")
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    if dtype == torch.bfloat16:
+        close = {"rtol": 0.05, "atol": 0.05}
+    if place == "root":
+        reference, net = reference[0], pooled
+    else:
+        fully_shard(net, **options)
+    if place == "recomputed":
+        pooled.forward = partial(checkpoint, pooled.forward, use_reentrant=False)
+    elif place == "recomputed method":
+        pooled.features = partial(checkpoint, pooled.features, use_reentrant=False)
+    x = torch.randn(2, dist.get_world_size(), 3, WIDTH)
+    for step in range(2):
+        expected = reference(x[step])
+        found = net(x[step][dist.get_rank()])
+        torch.testing.assert_close(found, expected[dist.get_rank()], **close)
+        expected.square().sum(1).mean(0).sum().backward()
+        found.square().sum().backward()
+        assert_same_grads(net, reference, **close)
+        assert pooled._fsdp_unit().is_resting
+
+
+@pytest.mark.parametrize("case", METHODS_WITHIN_FORWARDS)
+def test_a_forward_may_call_a_registered_method(ranks: Ranks, case: tuple[Any, ...]) -> None:
     """What follows in the forward has the full parameters, and gradients are those of one process.
 
     In every strategy, as the root and below it, and where the module or the method is recomputed.
     """
-    for strategy in STRATEGIES:
-        ranks(2).run(_method_within_forward, register, strategy)
+    ranks(2).run(_method_within_forward, *case)
 
 
 def _mixed_with_torchs() -> None:

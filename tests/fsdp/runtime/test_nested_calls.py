@@ -115,9 +115,9 @@ def _method_that_calls(register: Callable[[nn.Module, str], None]) -> None:
         assert_same_grads(sharded, outer)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
-    "register", [register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method]
+    ("register", "num_ranks"),
+    [(register_fsdp_forward_method, 4), (torch_fsdp.register_fsdp_forward_method, 2)],
 )
 def test_a_registered_method_may_call_the_forward(
     ranks: Ranks, register: Callable[[nn.Module, str], None], num_ranks: int
