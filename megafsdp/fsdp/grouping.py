@@ -538,6 +538,10 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         cls = type(parameter)
         hint = "Name it in ignored_params, which leaves it whole on every rank, or convert or "
         hint += "quantize after training"
+        if hasattr(cls, "fsdp_pre_all_gather"):
+            hint = "Its hooks for FSDP2's gathers are not called: convert without them (torchao: "
+            hint += "enable_fsdp_float8_all_gather=False). MixedPrecisionPolicy(recipe="
+            hint += "'fp8_current') gathers FP8 codes"
         if nn.parameter.is_lazy(parameter):
             hint = "Run a forward of the lazy module first, which gives it a shape"
         raise NotImplementedError(

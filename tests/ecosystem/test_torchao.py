@@ -1,0 +1,102 @@
+"""torchao's layers for training in FP8 and for quantization-aware training, as units' layers."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafsdp import fully_shard, fully_shard_model
+from megafsdp.fsdp.keywords import StrategyChoice
+from tests.fsdp.toy import adamw, assert_same_grads, full_tensors
+from tests.ranks import Ranks
+
+WIDTH = 32
+
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchao") is None, reason="ecosystem: torchao is not installed"
+    ),
+]
+
+
+class Block(nn.Module):
+    """Two linears, which torchao replaces by its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the last dim."""
+        return x + self.down(self.up(x).relu())
+
+
+# torchao is imported on ranks alone: it writes to the terminal and registers warnings.
+def _in_float8(net: nn.Module, **options: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(net, config=Float8LinearConfig(emulate=True, **options))
+
+
+def _quantization_aware(net: nn.Module) -> None:
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    quantize_(
+        net,
+        QATConfig(
+            activation_config=IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+            weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=WIDTH),
+            step="prepare",
+        ),
+    )
+
+
+def _trains(convert: Callable[[nn.Module], None], strategy: StrategyChoice) -> None:
+    reference = nn.Sequential(Block(), Block())
+    convert(reference)
+    assert type(reference[0].up) is not nn.Linear
+    net = fully_shard_model(copy.deepcopy(reference), [Block], strategy=strategy)
+    optimizers = [adamw(reference), adamw(net)]
+    num_ranks = dist.get_world_size()
+    for _ in range(3):
+        batch = torch.randn(num_ranks, 4, WIDTH)
+        # Scales of a batch are its own, so the oracle runs the ranks' batches one by one.
+        for part in batch:
+            (reference(part).square().mean() / num_ranks).backward()
+        net(batch[dist.get_rank()]).square().mean().backward()
+        assert_same_grads(net, reference, rtol=0, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, found in full_tensors(dict(net.named_parameters())).items():
+        assert torch.equal(found, reference.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize("convert", [_in_float8, _quantization_aware])
+def test_training_has_the_bits_of_one_process(
+    ranks: Ranks, convert: Callable[[nn.Module], None], strategy: StrategyChoice
+) -> None:
+    """Two ranks' gradients are halved and added, which rounds alike on both sides."""
+    ranks(2).run(_trains, convert, strategy)
+
+
+def _gathers_of_codes() -> None:
+    net = Block()
+    _in_float8(net, enable_fsdp_float8_all_gather=True)
+    with pytest.raises(NotImplementedError, match=r"'up.weight'.*all_gather=False.*fp8_current"):
+        fully_shard(net)
+
+
+def test_weights_with_gathers_of_their_own_are_refused(ranks: Ranks) -> None:
+    """By the parameter's name, with the recipe that gathers codes."""
+    ranks(2).run(_gathers_of_codes)
