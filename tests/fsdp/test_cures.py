@@ -149,6 +149,8 @@ class OwnMuon(torch.optim.Muon):
 def _optimizers(strategy: str) -> None:
     scope: dict[str, object] = {"__name__": "torchao.optim.adam", "SGD": torch.optim.SGD}
     exec("class AdamW8bit(SGD):\n    pass", scope)
+    scope["__name__"] = "heavyball"
+    exec("class ForeachSOAP(SGD):\n    pass", scope)
     others = {
         torch.optim.Muon: "megafsdp.Muon",
         OwnMuon: "megafsdp.Muon",
@@ -156,6 +158,7 @@ def _optimizers(strategy: str) -> None:
         torch.optim.Rprop: "FusedAdam",
         torch.optim.Adafactor: "FusedAdam(exp_avg_dtype=",
         scope["AdamW8bit"]: "FusedAdam(exp_avg_dtype=",
+        scope["ForeachSOAP"]: "FusedAdam",
     }
     for cls, cure in others.items():
         net = shard(Net(1), strategy=strategy)
@@ -182,6 +185,28 @@ def test_optimizers_that_cannot_step_rows_are_named_at_their_first_step(ranks: R
     """Before a parameter moved, and not where they have plain parameters."""
     for strategy in SHARDED:
         ranks(2).run(_optimizers, strategy)
+
+
+class ByRows(torch.optim.SGD):
+    """Needs one number of each row."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        """Step by the norms of rows."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter.div_(parameter.norm(dim=1, keepdim=True))
+
+
+def _of_unknown_optimizers() -> None:
+    net = shard(Net(1))
+    net(*mine(batches(1)[0])).backward()
+    optimizer = ByRows([p for p in net.parameters() if p.ndim == 2])
+    _refused(optimizer.step, "of each row", "an optimizer that steps each element by itself")
+
+
+def test_an_operation_of_a_step_names_other_optimizers(ranks: Ranks) -> None:
+    """What a forward or a program would call instead is of no use there."""
+    ranks(2).run(_of_unknown_optimizers)
 
 
 def _grads_of_another_dtype() -> None:

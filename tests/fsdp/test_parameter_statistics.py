@@ -5,15 +5,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafsdp import fully_shard
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
-from tests.fsdp.toy import Net, batches, mine, options_of_strategies, shard
+from tests.buffer.dtensor.emulation import torch_2_11
+from tests.fsdp.toy import (
+    Net,
+    assert_same_parameters,
+    batches,
+    mine,
+    options_of_strategies,
+    pair,
+    shard,
+    train_both,
+)
 from tests.ranks import Ranks
 
 STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -92,3 +105,74 @@ def _mixed_units() -> None:
 def test_norms_of_sharded_and_replicated_gradients_together(ranks: Ranks) -> None:
     """One list has gradients of two strategies."""
     ranks(3).run(_mixed_units)
+
+
+class ByStatistics(torch.optim.Optimizer):
+    """Divides gradients by norms that it changes in place, at a rate of numbers that it reads."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        """Step the parameters."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        with torch.no_grad():
+            parameters = self.param_groups[0]["params"]
+            grads = [p.grad for p in parameters]
+            norms = torch._foreach_norm(grads)
+            torch._foreach_clamp_min_(norms, 1e-3)
+            for parameter, grad, norm in zip(parameters, grads, norms, strict=True):
+                rate = 1e-2 + 1e-3 * grad.abs().sum().item() + 1e-3 * float(parameter.std())
+                rate *= 1.0 + grad.max().item()
+                if parameter.square().mean() > 1e-4:
+                    rate *= 2
+                parameter.sub_(grad / norm.mul_(2.0).sqrt_(), alpha=rate)
+
+
+def _steps() -> None:
+    for options in options_of_strategies():
+        reference, net = pair(1, **options)
+        train_both(reference, net, num_steps=3, make_optimizer=ByStatistics)
+        assert_same_parameters(net, reference, rtol=1e-4, atol=1e-6)
+
+
+def _steps_on_2_11() -> None:
+    with torch_2_11():
+        _steps()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_steps_read_and_change_statistics_of_the_whole(ranks: Ranks, num_ranks: int) -> None:
+    """``item()``, ``float()``, ``bool()`` and changes in place, without a call of full_tensor()."""
+    ranks(num_ranks).run(_steps)
+
+
+def test_steps_read_statistics_of_the_whole_on_torch_2_11(ranks: Ranks) -> None:
+    """Functions come to the rules by name there."""
+    ranks(2).run(_steps_on_2_11)
+
+
+def _logged_by_one_rank() -> None:
+    net = shard(Net(num_blocks=1))
+    optimizer = ByStatistics(net)
+    batch = mine(batches(1)[0])
+    weight = net.blocks[0].up.weight
+    seen = []
+
+    def log(*unused: object) -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                seen.append(weight.norm())
+
+    net.register_forward_hook(log)
+    optimizer.register_step_pre_hook(log)
+    optimizer.register_step_post_hook(log)
+    optimizer.step(lambda: net(*batch).backward())
+    assert len(seen) == (3 if dist.get_rank() == 0 else 0)
+
+
+def test_hooks_around_a_step_and_in_its_closure_may_log_on_one_rank(ranks: Ranks) -> None:
+    """Only what the step itself computes is a collective."""
+    ranks(2).run(_logged_by_one_rank)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import traceback
 
+from torch.optim import Optimizer
+
 _WHOLE = "Call full_tensor() first, or work on .local, this rank's rows"
 _ELSEWHERE = "elsewhere call full_tensor() first, or work on .local, this rank's rows"
 _NOT_GATHERED = (
@@ -93,11 +95,14 @@ _OPTIMIZERS: dict[tuple[str, str], str] = {
     ("transformers", "Adafactor"): _LOW_PRECISION,
     ("torchao", ""): _LOW_PRECISION,
     ("bitsandbytes", ""): _LOW_PRECISION,
+    # Its optimizers cut each whole update as torch.chunk does.
+    ("heavyball", ""): _ELEMENTWISE,
+    ("came_pytorch", "CAME"): _LOW_PRECISION,
 }
 
 
 def cure_of(operation: str, *, of_parameter: bool = False) -> str:
-    """Return the alternative to a refused operation, by its callers or by its name.
+    """Return the alternative to a refused operation, by its callers, optimizer or name.
 
     Args:
         operation: The name of an operator, or another key of the table.
@@ -109,7 +114,24 @@ def cure_of(operation: str, *, of_parameter: bool = False) -> str:
         cure = _CALLERS.get((package, frame.f_code.co_name))
         if cure is not None:
             return cure
+    optimizer = stepping_optimizer()
+    if optimizer is not None:
+        return cure_of_optimizer(type(optimizer)) or _ELEMENTWISE
     return _OPERATIONS.get(operation, _NOT_GATHERED if of_parameter else _WHOLE)
+
+
+def stepping_optimizer() -> Optimizer | None:
+    """Return the optimizer in whose step the caller runs; None elsewhere, and in a forward."""
+    for frame, _ in traceback.walk_stack(None):
+        code = frame.f_code
+        # A closure's forward is the model's own.
+        if code.co_name == "_call_impl":
+            return None
+        if code.co_name == "step" and code.co_varnames:
+            optimizer = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(optimizer, Optimizer):
+                return optimizer
+    return None
 
 
 def cure_of_optimizer(optimizer: type) -> str | None:

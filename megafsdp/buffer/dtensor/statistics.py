@@ -1,7 +1,9 @@
 """Sums, means, extremes, norms and deviations of unevenly sharded tensors.
 
 A statistic of this rank's rows is computed at once, without a collective, so one rank may call it
-alone. The result is a DTensor; calling its ``full_tensor()`` on all ranks combines their values:
+alone. The result is a DTensor; calling its ``full_tensor()`` on all ranks combines their values.
+Within an optimizer's step, which all ranks run alike, the values are combined at once: optimizers
+read them by ``.item()`` and change them in place.
 
 =========================================  ================================================
 statistic                                  placement of the result
@@ -30,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
+from megafsdp.buffer.dtensor.cures import stepping_optimizer
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import OpOverload, schema_of, without_torch_function
 from megafsdp.errors import expected
@@ -136,7 +139,7 @@ def _refuse_before_full_tensor(got: str) -> None:
 def reduce_rows(
     func: OpOverload, name: str, tensor: DTensor, layout: UnevenLayout, bound: dict[str, Any]
 ) -> DTensor | None:
-    """Compute a statistic of this rank's rows; local.
+    """Compute a statistic of this rank's rows; local, but collective in an optimizer's step.
 
     Args:
         func: The operator.
@@ -146,8 +149,18 @@ def reduce_rows(
         bound: The operator's other arguments by name.
 
     Returns:
-        The statistic, still to be combined over ranks; None if it is not supported.
+        The statistic, combined over ranks in a step, else still to be; None if it is not supported.
     """
+    found = _reduce_own_rows(func, name, tensor, layout, bound)
+    is_watched = tensor.requires_grad and torch.is_grad_enabled()
+    if found is None or is_watched or stepping_optimizer() is None:
+        return found
+    return found.redistribute(placements=[Replicate()] * found.device_mesh.ndim)
+
+
+def _reduce_own_rows(
+    func: OpOverload, name: str, tensor: DTensor, layout: UnevenLayout, bound: dict[str, Any]
+) -> DTensor | None:
     ndim, rows = len(layout.shape), local_of(tensor)
     dims = _dims_of(bound.get("dim"), ndim)
     is_whole = len(dims) == ndim
