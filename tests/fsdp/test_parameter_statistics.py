@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megafsdp import fully_shard
+from megafsdp import full_tensor, fully_shard
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from tests.buffer.dtensor.emulation import torch_2_11
@@ -118,6 +118,10 @@ class ByStatistics(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self.descent_step()
+
+    def descent_step(self) -> None:
+        """Step the parameters, as optimizers of several phases do; no hooks run."""
         with torch.no_grad():
             parameters = self.param_groups[0]["params"]
             grads = [p.grad for p in parameters]
@@ -136,6 +140,25 @@ def _steps() -> None:
         reference, net = pair(1, **options)
         train_both(reference, net, num_steps=3, make_optimizer=ByStatistics)
         assert_same_parameters(net, reference, rtol=1e-4, atol=1e-6)
+
+
+def _phases() -> None:
+    _, net = pair(1)
+    net(*mine(batches(1)[0])).backward()
+    copied = [copy.deepcopy(p) for p in net.parameters()]
+    ByStatistics(net).step()
+    wanted = [full_tensor(p.detach()) for p in net.parameters()]
+    for parameter, own in zip(net.parameters(), copied, strict=True):
+        with torch.no_grad():
+            parameter.copy_(own)
+    ByStatistics(net).descent_step()
+    for parameter, whole in zip(net.parameters(), wanted, strict=True):
+        assert torch.equal(full_tensor(parameter.detach()), whole)
+
+
+def test_phases_of_a_step_that_are_called_alone_read_the_whole(ranks: Ranks) -> None:
+    """``first_step()`` of SAM is no ``step()``, but all ranks run it."""
+    ranks(2).run(_phases)
 
 
 def _steps_on_2_11() -> None:

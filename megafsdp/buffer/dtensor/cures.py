@@ -121,14 +121,17 @@ def cure_of(operation: str, *, of_parameter: bool = False) -> str:
 
 
 def stepping_optimizer() -> Optimizer | None:
-    """Return the optimizer in whose step the caller runs; None elsewhere, and in a forward."""
+    """Return the optimizer in whose step the caller runs; None elsewhere, and in a forward.
+
+    Methods whose names end in ``step`` count, such as ``first_step()`` of SAM.
+    """
     for frame, _ in traceback.walk_stack(None):
         code = frame.f_code
         # A closure's forward is the model's own.
         if code.co_name == "_call_impl":
             return None
-        if code.co_name == "step" and code.co_varnames:
-            optimizer = frame.f_locals.get(code.co_varnames[0])
+        if code.co_name.endswith("step") and code.co_varnames[:1] == ("self",):
+            optimizer = frame.f_locals.get("self")
             if isinstance(optimizer, Optimizer):
                 return optimizer
     return None
