@@ -292,7 +292,7 @@ def _statistic_of(
     found = reduce_rows(func, name, tensor, tensor._uneven_layout, bound)
     if found is None:
         # One value per row would be cut like the rows, which a plain DTensor cannot express.
-        refuse(f"{name} of each row", [tensor])
+        refuse(name if bound.get("dim") is None else f"{name} of each row", [tensor])
     return found
 
 

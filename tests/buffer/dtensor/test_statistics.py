@@ -90,6 +90,10 @@ def _are_those_of_the_whole(is_bypassed: bool) -> None:
         for statistic in REFUSED.values():
             with pytest.raises(NotImplementedError, match=r"shape \(10, 4\)"):
                 statistic(cut(full, mesh))
+        with pytest.raises(NotImplementedError, match="got 'linalg_vector_norm'"):
+            cut(full, mesh).norm(-1)
+        with pytest.raises(NotImplementedError, match="got 'linalg_vector_norm of each row'"):
+            cut(full, mesh).norm(dim=1)
 
 
 @pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
