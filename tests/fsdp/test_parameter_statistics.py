@@ -193,7 +193,9 @@ def _logged_by_one_rank() -> None:
     optimizer.register_step_pre_hook(log)
     optimizer.register_step_post_hook(log)
     optimizer.step(lambda: net(*batch).backward())
-    assert len(seen) == (3 if dist.get_rank() == 0 else 0)
+    # A closure that logs by itself, outside of the forward.
+    torch.optim.SGD(net.parameters()).step(log)
+    assert len(seen) == (4 if dist.get_rank() == 0 else 0)
 
 
 def test_hooks_around_a_step_and_in_its_closure_may_log_on_one_rank(ranks: Ranks) -> None:

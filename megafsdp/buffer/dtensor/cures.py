@@ -110,7 +110,7 @@ def cure_of(operation: str, *, of_parameter: bool = False) -> str:
             then taken for those of a forward.
     """
     for frame, _ in traceback.walk_stack(None):
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        package = _package_of(frame.f_globals.get("__name__", ""))
         cure = _CALLERS.get((package, frame.f_code.co_name))
         if cure is not None:
             return cure
@@ -121,26 +121,34 @@ def cure_of(operation: str, *, of_parameter: bool = False) -> str:
 
 
 def stepping_optimizer() -> Optimizer | None:
-    """Return the optimizer in whose step the caller runs; None elsewhere, and in a forward.
+    """Return the optimizer in whose step the caller runs; None elsewhere, and in its closure.
 
-    Methods whose names end in ``step`` count, such as ``first_step()`` of SAM.
+    Methods whose names end in ``step`` count, such as ``first_step()`` of SAM. Code of other
+    packages than the optimizer's is that of a closure, in which one rank may log by itself.
     """
+    callers = {"torch", "megafsdp"}
     for frame, _ in traceback.walk_stack(None):
         code = frame.f_code
-        # A closure's forward is the model's own.
+        # The forward of a closure, which may stand beside the optimizer's class.
         if code.co_name == "_call_impl":
             return None
+        callers.add(_package_of(frame.f_globals.get("__name__", "")))
         if code.co_name.endswith("step") and code.co_varnames[:1] == ("self",):
             optimizer = frame.f_locals.get("self")
             if isinstance(optimizer, Optimizer):
-                return optimizer
+                own = {_package_of(cls.__module__) for cls in type(optimizer).__mro__}
+                return optimizer if callers <= {"torch", "megafsdp", *own} else None
     return None
+
+
+def _package_of(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 def cure_of_optimizer(optimizer: type) -> str | None:
     """Return the alternative to an optimizer that cannot step uneven rows; None if it can."""
     for cls in optimizer.__mro__:
-        package = cls.__module__.partition(".")[0]
+        package = _package_of(cls.__module__)
         cure = _OPTIMIZERS.get((package, cls.__name__), _OPTIMIZERS.get((package, "")))
         if cure is not None:
             return cure
