@@ -419,8 +419,7 @@ def _read_data(
     """Open data and tokenizer; collective: every rank raises if any of them cannot.
 
     Raises:
-        ConfigError, DataError: This rank cannot read them, or the ranks' files differ.
-        RuntimeError: Another rank cannot read them.
+        ConfigError, DataError: A rank cannot read them, or the ranks' files differ.
     """
 
     def loader(

@@ -15,11 +15,24 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import all_gather_objects, broadcast_object, gather_objects
-from megafsdp.errors import MAX_RANKS, CheckpointError, listed
+from megafsdp.errors import (
+    MAX_RANKS,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RankError,
+    listed,
+)
 
 T = TypeVar("T")
 # A rank's value and None, or None and the text of its error.
 Outcome = tuple[T | None, str | None]
+# The classes that commands end with by one message, by the names that texts of errors begin with.
+_OWN: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, DataError, CheckpointError, NonFiniteError, RankError)
+}
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -47,7 +60,8 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
     Raises:
         Exception: ``error`` itself on the ranks that have one.
-        RuntimeError: On the other ranks, quoting the first errors with their ranks.
+        RuntimeError: On the other ranks, quoting the first errors with their ranks. In place of it
+            the class of the first of them, if that is one of ``megafsdp.errors``.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     failures = _failures(all_gather_objects((None, text), group))
@@ -55,7 +69,8 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     if error is not None:
         raise error
     if failures:
-        raise RuntimeError(f"{len(failures)} other rank(s) raised:\n{_quoted(failures)}")
+        kind = _OWN.get(failures[0][1].partition(":")[0], RuntimeError)
+        raise kind(f"{len(failures)} other rank(s) raised:\n{_quoted(failures)}")
 
 
 def agree(value: T | None, error: Exception | None) -> list[T]:

@@ -27,7 +27,8 @@ def is_recorded() -> bool:
 def report_failure(message: str) -> None:
     """Print why this process ends to the standard error, and record it for the launcher; local."""
     record_failure(message)
-    print(f"megafsdp: {message}", file=sys.stderr, flush=True)
+    # The end within the text: ranks without buffers would write it apart, after another's line.
+    print(f"megafsdp: {message}\n", end="", file=sys.stderr, flush=True)
 
 
 def record_failure(message: str) -> None:

@@ -30,6 +30,7 @@ from megafsdp.buffer.comm.collectives import (
     require_equal,
 )
 from megafsdp.buffer.comm.trace import DEBUG_VARIABLE, read_environment
+from megafsdp.errors import ConfigError
 from tests.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.native
@@ -438,6 +439,24 @@ def test_one_error_is_raised_on_all_ranks(ranks: Ranks) -> None:
     for rank in (0, 2):
         assert answers[rank][0] == "RuntimeError"
         assert "rank 1: _OddError: cheese 1" in answers[rank][1]
+
+
+def _class_of_raise_together(errors: list[Exception | None]) -> str:
+    try:
+        raise_together(errors[dist.get_rank()])
+    except Exception as error:
+        barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_error_of_this_package_has_one_class_on_all_ranks(ranks: Ranks) -> None:
+    """A command ends all ranks by one message and one code; other errors are bugs of one rank."""
+    answers = ranks(3).run(_class_of_raise_together, [None, ConfigError("no"), ValueError("x")])
+    assert answers[1:] == ["ConfigError: no", "ValueError: x"]
+    assert answers[0].startswith("ConfigError: 2 other rank(s) raised:\nrank 1: ConfigError: no")
+    answers = ranks(3).run(_class_of_raise_together, [None, ValueError("x"), ConfigError("no")])
+    assert answers[0].startswith("RuntimeError: 2 other rank(s) raised")
 
 
 def test_several_errors_stay_with_their_ranks(ranks: Ranks) -> None:

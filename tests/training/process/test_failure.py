@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -41,3 +42,13 @@ def test_a_file_that_cannot_be_written_is_said(
     report_failure("ConfigError: no")
     first, second = capsys.readouterr().err.splitlines()
     assert "cannot be written" in first and second == "megafsdp: ConfigError: no"
+
+
+def test_lines_of_ranks_do_not_run_into_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line and its end are one write, where launchers start Python without buffers."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    written: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+        report_failure("ConfigError: no")
+    assert [text for text in written if text] == ["megafsdp: ConfigError: no\n"]
