@@ -20,7 +20,7 @@ from torch import nn
 
 from megafsdp import checkpoint
 from megafsdp.buffer.comm.agreement import on_rank_zero
-from megafsdp.checkpoint.format.manifest import TRACKER_FILE
+from megafsdp.checkpoint.format.manifest import MANIFEST_FILE, TRACKER_FILE
 from megafsdp.checkpoint.format.save_root import temporary_name
 from megafsdp.checkpoint.state.canonical import GROUPS_KEY
 from megafsdp.checkpoint.storage.locations import Location
@@ -260,15 +260,17 @@ def find_stored(config: Config) -> StoredRun | None:
 
     Raises:
         ConfigError: There are checkpoints and checkpoint.resume is false, or the latest was not
-            saved by a training run; or the run's folder is itself a folder of checkpoints.
+            saved by a training run; or there is none, but one of its folders is that of a run's
+            checkpoints, of one checkpoint, or of another run.
         CheckpointError: The latest checkpoint cannot be read.
     """
     folder = config.checkpoint_directory
     # The first rank decides: others may not see yet what it sees on a shared file system.
     (found,) = on_rank_zero(lambda: (_read_latest(folder),))
     if found is None:
-        (misplaced,) = on_rank_zero(lambda: (checkpoint.latest_step(config.run_directory),))
-        _require_none(misplaced, config.run_directory)
+        (refusal,) = on_rank_zero(lambda: (_misplaced(config),))
+        if refusal is not None:
+            raise ConfigError(refusal)
         return None
     step, extra, has_groups = found
     if not config.checkpoint.resume:
@@ -317,19 +319,29 @@ def _read_latest(folder: Location) -> tuple[int, dict[str, object], bool] | None
         return step, extra, GROUPS_KEY in reader.manifest.objects
 
 
-def _require_none(step: int | None, folder: Path) -> None:
-    """Refuse to begin a new run if checkpoints lie in the run's folder itself."""
-    if step is None:
-        return
-    raise ConfigError(
-        expected(
+def _misplaced(config: Config) -> str | None:
+    """Return why a new run must not begin: a folder has checkpoints where it does not look."""
+    run, own = config.run_directory, config.checkpoint_directory
+    # The option, its folder, and where checkpoints may lie instead.
+    for option, folder, root in (
+        ("run.directory", run, run),
+        ("checkpoint.directory", own, own / "checkpoints"),
+    ):
+        step = checkpoint.latest_step(root)
+        found = f"checkpoints in '{root}', the latest of step {step}"
+        if (folder / MANIFEST_FILE).is_file():
+            found, root = "one checkpoint", folder.parent
+        elif step is None:
+            continue
+        return expected(
             "a new folder or that of a run",
-            f"one of checkpoints, the latest of step {step}",
-            where=f"run.directory, '{folder}'",
-            hint="Name another; to start from weights give a saved model as --model.from_hf, which "
-            "'megafsdp ckpt export-hf' writes; to go on with a run's give --checkpoint.directory",
+            found,
+            where=f"{option}, '{folder}'",
+            hint=f"Name another; to go on with a run's give --checkpoint.directory {root}; to "
+            "start from weights give a saved model as --model.from_hf, which 'megafsdp ckpt "
+            "export-hf' writes",
         )
-    )
+    return None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,28 @@ def test_a_folder_of_imported_weights_is_no_folder_for_a_run(tmp_path: Path) -> 
     save(config.run_directory, step=3, model=nn.Linear(3, 2))
     with pytest.raises(ConfigError, match=r"of a run, got .*step 3.*run'.*--model\.from_hf"):
         find_stored(config)
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints/iter_0000003"])
+def test_checkpoints_are_not_looked_for_beside_where_they_lie(tmp_path: Path, place: str) -> None:
+    """A run would begin anew, in the folder of another run or of one checkpoint."""
+    config = tiny(tmp_path)
+    save(config.checkpoint_directory, step=3, model=nn.Linear(3, 2))
+    directory, root = str(tmp_path / place), config.checkpoint_directory
+    with pytest.raises(ConfigError, match=r"checkpoint\.directory") as failure:
+        find_stored(tiny(tmp_path / "new", checkpoint={"directory": directory}))
+    assert f"--checkpoint.directory {root}" in str(failure.value)
+    # A folder of a run without checkpoints may become one of checkpoints.
+    assert find_stored(tiny(tmp_path / "new", checkpoint={"directory": str(tmp_path)})) is None
+
+
+def test_the_folder_of_one_checkpoint_is_no_folder_for_a_run(tmp_path: Path) -> None:
+    """When the checkpoint is removed, the run would be gone with it."""
+    config = tiny(tmp_path)
+    save(config.checkpoint_directory, step=3, model=nn.Linear(3, 2))
+    run = replace(config.run, directory=str(config.checkpoint_directory / "iter_0000003"))
+    with pytest.raises(ConfigError, match=r"got one checkpoint\. In run\.directory"):
+        find_stored(replace(config, run=run))
 
 
 def test_a_checkpoint_says_the_model_of_its_run(tmp_path: Path) -> None:
