@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from megafsdp.errors import ConfigError, expected
 from megafsdp.models.config import Architecture, ModelConfig, RouterBalance
@@ -18,8 +18,9 @@ from megafsdp.training.config.requirement import require
 
 _DEFAULT_PRESET = "qwen3-toy"
 _CONFIG_FILE = "config.json"
-# A shell expands ~ neither in a file nor within --section.field=~/path.
-UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+# A shell expands ~ neither in a file nor within --section.field=~/path. An empty path, as an unset
+# variable of a shell leaves it, would be the folder that the command is started in.
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
     """
     try:
         given, unknown = _parser(sections()).parse_known_args(arguments)
-    except (argparse.ArgumentError, yaml.YAMLError) as error:
+    except argparse.ArgumentError as error:
         raise _unreadable(str(error), _COMMAND_LINE) from error
     if given.help is not None:
         print(_help(given.help), end="")
@@ -278,7 +278,12 @@ def _text(word: str) -> str | None:
 
 
 def _value(word: str) -> object:
-    value = yaml.load(word, _Loader)
+    try:
+        value = yaml.load(word, _Loader)
+    except yaml.YAMLError as error:
+        # In this class the parser names the option.
+        what = f"{word!r} is not YAML, quote what it reserves as in '\"*\"': {error}"
+        raise argparse.ArgumentTypeError(what) from error
     # YAML reads empty words and comments as null too.
     return word if value is None and word.lower() not in ("null", "~") else value
 
@@ -347,6 +352,9 @@ def _unknown(name: str, where: str, names: Collection[str] | None = None) -> Con
     namesakes = difflib.get_close_matches(name.rpartition(".")[2], last.values(), cutoff=0.8)
     nearest = list(dict.fromkeys([*similar, *(k for k in last if last[k] in namesakes)]))
     hint = f"Did you mean {' or '.join(nearest[:_NUM_SUGGESTIONS])}" if nearest else "See --help"
+    if name in known:
+        # A file whose keys are spelt as options are.
+        hint = f"Write it as {': {'.join(name.split('.'))}: VALUE{'}' * name.count('.')}"
     return ConfigError(expected("a known name", repr(name), where=where, hint=hint))
 
 

@@ -187,7 +187,7 @@ class RunSection:
         timeout_s: How long ranks may wait for each other, to meet and in a collective.
     """
 
-    directory: Annotated[UserPath, Field(min_length=1)] = "runs/default"
+    directory: UserPath = "runs/default"
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -124,6 +124,9 @@ def test_unknown_option_names_the_nearest(arguments: list[str], nearest: str) ->
         ("optimizer: {learning_rate: 1, lr: 1}", "optimizer"),
         ("optimizer: {weight_decai: 1}", "optimizer.weight_decay"),
         ("trian: {steps: 1}", "train"),
+        # As options are spelt.
+        ("run.directory: x", "Write it as run: {directory: VALUE}"),
+        ("logging: {profile.start: 3}", "Write it as logging: {profile: {start: VALUE}}"),
     ],
 )
 def test_unknown_key_of_a_file_names_the_nearest(tmp_path: Path, text: str, nearest: str) -> None:
@@ -173,7 +176,7 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
             ["--train.steps", ""],
             "train.steps to be a whole number above 0 or null, got the text ''",
         ),
-        (["--train.steps", "[1"], "got while parsing"),
+        (["--train.steps", "[1"], "argument --train.steps: '[1' is not YAML"),
         (["--run.name", "null"], "run.name to be text, got null"),
         (
             ["--optimizer.betas", "[0.9]"],
@@ -182,8 +185,9 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
         ),
         (
             ["--data.validation", "x"],
-            "data.validation to be a list, each item text, got the text 'x'. In the command line."
-            " Write a list of one item as [x]. See megafsdp train --help data for what it does.",
+            "data.validation to be a list, each item text that is not empty, got the text 'x'. In"
+            " the command line. Write a list of one item as [x]. See megafsdp train --help data for"
+            " what it does.",
         ),
         (
             ["--data.weights", "0.5"],
@@ -200,6 +204,11 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
             "model.tie_embeddings to be true or false or null, got 1",
         ),
         (["--run.directory", ""], "run.directory to be text that is not empty, got the text ''"),
+        # As an unset variable of a shell leaves it: it would mean the folder of the command.
+        (["--checkpoint.directory="], "checkpoint.directory to be text that is not empty or null"),
+        (["--data.cache="], "data.cache to be text that is not empty or null, got the text ''"),
+        (["--data.validation", "[a, '']"], "each item text that is not empty, got the list"),
+        (["--precision.keep_fp32", "*norm"], "precision.keep_fp32+: '*norm' is not YAML"),
         (
             ["--logging.profile", "3"],
             "profile to be a mapping of start, steps, ranks or null, got 3",
@@ -266,19 +275,21 @@ def test_text_arrives_as_it_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     """From values, a file and a command line, for fields with and without null, and in a list."""
+    # No path is empty.
+    written = text or "0"
     values = {
         "run": {"name": text},
-        "data": {"train": [text, text], "tokenizer": text},
+        "data": {"train": [written, written], "tokenizer": written},
         "evaluation": {"sample_prompt": text},
-        "checkpoint": {"directory": text},
+        "checkpoint": {"directory": written},
     }
-    path = os.path.expanduser(text)
+    path = os.path.expanduser(written)
     words = ["--config", _write(tmp_path, json.dumps(values))]
     configs = [config_from_dict(values), parse_config(words)]
     if text != "null":
-        scalars = ("run.name", "data.tokenizer", "evaluation.sample_prompt", "checkpoint.directory")
-        more = f"--data.train={json.dumps([text, text])}"
-        configs.append(parse_config([more, *(f"--{name}={text}" for name in scalars)]))
+        more = [f"--data.train={json.dumps([written, written])}", f"--data.tokenizer={written}"]
+        more += [f"--run.name={text}", f"--evaluation.sample_prompt={text}"]
+        configs.append(parse_config([*more, f"--checkpoint.directory={written}"]))
     for config in configs:
         given = {name: {k: config.to_dict()[name][k] for k in values[name]} for name in values}
         # The values that are paths are expanded, which only changes the text "~".
