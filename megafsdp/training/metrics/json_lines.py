@@ -48,9 +48,15 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, row: Row) -> None:
-        """Write one line."""
+        """Write one line.
+
+        Raises:
+            OSError: It cannot be written, or the file was removed or moved.
+        """
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        # An open file takes lines also when no name leads to it any more.
+        self._path.stat()
 
     def rows(self) -> list[Row]:
         """Return the objects up to the last step."""

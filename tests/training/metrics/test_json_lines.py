@@ -52,3 +52,15 @@ def test_lines_are_cut_replaced_and_appended(tmp_path: Path) -> None:
     path.write_text('{"step": 0}\n')
     JsonLines(path, last_step=0).close()
     assert path.read_bytes() == b"", "a new run starts a new file"
+
+
+def test_a_line_of_a_file_that_was_removed_is_an_error(tmp_path: Path) -> None:
+    """It would be lost without a word, with the file that no name leads to."""
+    path = tmp_path / "run/rows.jsonl"
+    path.parent.mkdir()
+    lines = JsonLines(path, last_step=0)
+    lines.append({"step": 1})
+    path.parent.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"run/rows\.jsonl"):
+        lines.append({"step": 2})
+    lines.close()
