@@ -3,7 +3,7 @@
 # resumes.
 #   ./run.sh [--fresh] [--section.field value ...]
 # --fresh starts over; the rest overrides examples/configs/quickstart.yaml. One rank a GPU, or 2 on
-# CPU; NPROC=n chooses. SIGTERM and SIGINT make the job save a checkpoint and exit 0.
+# CPU; NPROC=n chooses. SIGTERM, SIGINT and SIGHUP make the job save a checkpoint and exit 0.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/setup_env.sh
@@ -14,7 +14,7 @@ is_fresh=
 is_question=
 for argument in "$@"; do
   case "$argument" in
-    -h | --help | --print-config) is_question=1 ;;
+    -h | --help | --print-config | --dry-run | --dry-run=*) is_question=1 ;;
   esac
   if [ "$argument" = --fresh ]; then
     is_fresh=1
@@ -26,6 +26,17 @@ done
 if [ -n "$is_question" ]; then
   exec "$PYTHON" -m megafsdp train "${options[@]}"
 fi
+
+# Where the run lies may stand in an option or in a file of --config. A mistake in them is said here,
+# once; ranks and their launcher would each repeat it.
+directory=$("$PYTHON" -c 'import sys
+from megafsdp.errors import ConfigError
+from megafsdp.training.config.parse import parse_config
+try:
+    print(parse_config(sys.argv[1:]).run.directory)
+except ConfigError as error:
+    print(f"run.sh: ConfigError: {error}", file=sys.stderr)
+    sys.exit(2)' "${options[@]}")
 
 num_gpus=0
 if command -v nvidia-smi >/dev/null; then
@@ -59,7 +70,7 @@ interrupt() {
   was_interrupted=1
   pkill -TERM -P "$launcher" || kill -TERM "$launcher"
 }
-trap interrupt TERM INT
+trap interrupt TERM INT HUP
 
 status=0
 while :; do
@@ -68,13 +79,9 @@ while :; do
   [ -n "$is_interrupted" ] || break
 done
 
-trap - TERM INT
+trap - TERM INT HUP
 # A run that was told to stop ends at once; the next start draws it.
 if [ "$status" -eq 0 ] && [ -z "$was_interrupted" ]; then
-  # Where the run lies may stand in an option or in a file of --config.
-  directory=$("$PYTHON" -c 'import sys
-from megafsdp.training.config.parse import parse_config
-print(parse_config(sys.argv[1:]).run.directory)' "${options[@]}")
   "$PYTHON" -m megafsdp report "$directory" || status=$?
 fi
 exit "$status"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -15,12 +17,16 @@ import pytest
 _ROOT = Path(__file__).parents[1]
 
 
-def _run_script(folder: Path, words: Sequence[str], python: str) -> CompletedProcess[str]:
-    """Run a copy of the script, without its set-up, by a Python."""
+def _copy_script(folder: Path, python: str) -> None:
+    """Copy the script, without its set-up, to be run by a Python."""
     shutil.copy(_ROOT / "run.sh", folder)
     shutil.copytree(_ROOT / "examples/configs", folder / "examples/configs")
     (folder / "scripts").mkdir()
     (folder / "scripts/setup_env.sh").write_text(f"PYTHON={python}\n")
+
+
+def _run_script(folder: Path, words: Sequence[str], python: str) -> CompletedProcess[str]:
+    _copy_script(folder, python)
     return subprocess.run(
         ["bash", "run.sh", *words],
         cwd=folder,
@@ -37,6 +43,7 @@ def _run_script(folder: Path, words: Sequence[str], python: str) -> CompletedPro
         (["--help"], "usage: megafsdp train"),
         (["--fresh", "-h", "schedule"], "--schedule.kind"),
         (["--train.steps", "7", "--print-config"], "steps: 7"),
+        (["--fresh", "--dry-run", "2"], "collectives of a step"),
     ],
 )
 def test_a_question_is_answered_once(tmp_path: Path, words: list[str], shown: str) -> None:
@@ -68,3 +75,47 @@ def test_the_report_is_drawn_where_the_run_lies(
     ended = _run_script(tmp_path, words, python=str(python))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == f"megafsdp report {directory}"
+
+
+def test_a_mistake_is_said_once_before_anything_is_made(tmp_path: Path) -> None:
+    """Not by each rank, and again by their launcher."""
+    ended = _run_script(tmp_path, ["--fresh", "--train.stepz", "7"], python=sys.executable)
+    assert ended.returncode == 2
+    assert ended.stderr.count("'train.stepz'") == 1 and "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+# In place of the launcher, and of a rank.
+_WAITING = """
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, lambda *unused: (print("saved"), sys.exit()))
+pathlib.Path("started").touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_reach_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    """As SIGTERM: they save. The script ends after them, with their code, and draws nothing."""
+    python = tmp_path / "python"
+    (tmp_path / "waiting.py").write_text(_WAITING)
+    waits = f'[ "$2" != torch.distributed.run ] || exec {sys.executable} waiting.py'
+    python.write_text(f'#!/bin/sh\n{waits}\necho "$*"\n')
+    python.chmod(0o755)
+    _copy_script(tmp_path, str(python))
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    # nohup would have it ignored.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with subprocess.Popen(
+            ["bash", "run.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        ) as job:
+            deadline_s = time.monotonic() + 60
+            while not (tmp_path / "started").exists():
+                assert job.poll() is None and time.monotonic() < deadline_s
+                time.sleep(0.05)
+            job.send_signal(number)
+            output, _ = job.communicate(timeout=60)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert job.returncode == 0 and output.splitlines()[-1] == "saved"

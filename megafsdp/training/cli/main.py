@@ -76,6 +76,8 @@ def _train(words: Sequence[str]) -> None:
         require_library()
     check_trackers(config)
     report = dry_run(config, wanted.world_size)
+    if not _is_first():
+        return
     print(report.to_json() if wanted.as_json else report.describe())
     if wanted.html_path is not None:
         nbytes = write_dry_run(report, Path(wanted.html_path).expanduser())

@@ -521,6 +521,20 @@ def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
         dry_run(tiny(tmp_path))
 
 
+def test_one_of_several_ranks_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher starts the command once a rank; each finds the same."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    printed = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        words = ["--model.preset=gpt-toy", "--data.sequence_length=8", "--dry-run"]
+        assert main(["train", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert "on 2 ranks" in printed[0] and printed[1] == ""
+
+
 def test_optimizer_state_is_that_of_the_optimizer(tmp_path: Path) -> None:
     """AdamW keeps two numbers a parameter, SGD one, or none without momentum."""
     nbytes = [
