@@ -69,8 +69,6 @@ class Report:
             step, wandb_id = self._state.step, self._state.wandb_id
             return Trackers(self._config, last_step=step, wandb_id=wandb_id)
         except OSError as error:
-            if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
-                raise  # An error of a tracker's service.
             what, found = "a folder that can be written to", f"{type(error).__name__}: {error}"
             where = f"the training configuration, run.directory '{folder}'"
             hint = "Make room on its disk, or make it a folder that this user may write to"

@@ -94,21 +94,31 @@ class WandbTracker:
     Args:
         config: The run.
         run_id: Identity of the run to continue; None starts one.
+
+    Raises:
+        ConfigError: W&B does not take the run.
     """
 
     def __init__(self, config: Config, *, run_id: str | None) -> None:
         import wandb
 
         is_configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
-        self._run: wandb.Run = wandb.init(
-            project=config.logging.wandb_project,
-            name=config.run_name,
-            dir=str(config.run_directory),
-            config=config.to_dict(),
-            id=run_id or secrets.token_hex(4),
-            resume="allow" if is_configured else None,
-            mode=None if is_configured else "offline",
-        )
+        try:
+            self._run: wandb.Run = wandb.init(
+                project=config.logging.wandb_project,
+                name=config.run_name,
+                dir=str(config.run_directory),
+                config=config.to_dict(),
+                id=run_id or secrets.token_hex(4),
+                resume="allow" if is_configured else None,
+                mode=None if is_configured else "offline",
+            )
+        # A server that is away, a wrong key, a mode that there is not: many classes.
+        except Exception as error:
+            what, found = "a run in Weights & Biases", f"{type(error).__name__}: {error}"
+            where = "the training configuration, logging.wandb"
+            hint = "Set WANDB_MODE=offline and upload later, or set logging.wandb to false"
+            raise ConfigError(expected(what, found, where=where, hint=hint)) from error
         # W&B's own step only grows: a run that resumes from an earlier step would lose rows.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -140,6 +140,20 @@ def _records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no such host"), KeyError("no such host")])
+def test_wandb_that_does_not_answer_is_refused(
+    wandb_config: Config, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """With the way on; all ranks end by one message."""
+
+    def fail(**unused: object) -> None:
+        raise error
+
+    monkeypatch.setattr("wandb.init", fail)
+    with pytest.raises(ConfigError, match=r"no such host.*logging\.wandb.*WANDB_MODE=offline"):
+        Trackers(wandb_config, last_step=0, wandb_id=None)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_keeps_rows_of_a_step_before_its_last(wandb_config: Config) -> None:
     """As a resumed run logs them, and an evaluation of the step that it resumed from."""
