@@ -64,7 +64,8 @@ def build_datasets(
 
     Raises:
         DataError: A file is missing or damaged, has too few tokens or none to train on, or tokens
-            beyond the vocabulary; or no file has tokens to evaluate on, where some are asked for.
+            beyond the vocabulary; or no file has tokens to evaluate on, where some are asked for;
+            or memory is too small for the index of a run so long.
         ConfigError: The split leaves nothing, or the tokenizer is not that of the files.
     """
     data = config.data
@@ -239,12 +240,18 @@ def _samples(config: Config, part: _Part, *, num_samples: int | None) -> SampleD
     """Index a part of a file; without a number of samples every token is a label once."""
     indexed, sequences = part
     cache = config.data.cache
-    return SampleDataset(
-        indexed,
-        sequence_length=config.data.sequence_length,
-        num_samples=num_samples,
-        seed=config.data.seed,
-        sequences=sequences,
-        drop_last_partial=num_samples is not None,
-        cache_dir=config.run_directory / "index_cache" if cache is None else Path(cache),
-    )
+    try:
+        return SampleDataset(
+            indexed,
+            sequence_length=config.data.sequence_length,
+            num_samples=num_samples,
+            seed=config.data.seed,
+            sequences=sequences,
+            drop_last_partial=num_samples is not None,
+            cache_dir=config.run_directory / "index_cache" if cache is None else Path(cache),
+        )
+    except MemoryError as error:
+        count = "all" if num_samples is None else f"{num_samples:,}"
+        what, where = "an index that fits into memory", f"{count} samples of '{indexed.data_path}'"
+        hint = "Lower train.steps, train.samples or data.num_samples: a run goes on if given more"
+        raise DataError(expected(what, f"{error}", where=where, hint=hint)) from error

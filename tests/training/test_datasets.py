@@ -29,6 +29,13 @@ def test_training_samples_last_for_the_run(tmp_path: Path) -> None:
     assert {len(train[i]) for i in range(240)} == {SEQUENCE_LENGTH + 1}
 
 
+def test_a_run_whose_index_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    """As where a number of steps stands for no end; the index has a row a sample."""
+    write_corpus(tmp_path)
+    with pytest.raises(DataError, match=r"120,000,000,000,000,000 samples.*train\.steps"):
+        _build(tmp_path, steps=10**16)
+
+
 def test_every_held_out_token_is_predicted_once(tmp_path: Path) -> None:
     """All labels of validation together are the file's tokens but the first."""
     write_corpus(tmp_path)

@@ -200,7 +200,8 @@ class DataSection:
 
     Attributes:
         train: Prefixes (paths without .bin and .idx) to train on; or Megatron-LM's blend, weights
-            and prefixes in turn, as a list or as one string such as "0.3 a 0.7 b".
+            and prefixes in turn, as a list or as one string such as "0.3 a 0.7 b". A prefix with
+            spaces needs a list, such as [my data/train].
         weights: One weight for each training prefix; null weighs by number of tokens.
         validation: Prefixes to evaluate on, each read once from end to end.
         split: Instead of validation prefixes, shares of each training prefix, such as "99,1".
