@@ -29,9 +29,16 @@ _DAMAGED = "Fetch or export the directory again"
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write contiguous CPU tensors to one file, and wait until it is on the disk."""
+    """Write contiguous CPU tensors to one file, and wait until it is on the disk.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written.
+    """
     save_file = require_library("safetensors.torch").save_file
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except require_library("safetensors").SafetensorError as error:
+        raise OSError(str(error)) from error
     sync_file(path)
 
 

@@ -8,10 +8,12 @@ adds what only the run knows: where its checkpoints are and which model they hav
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.checkpoint.tools.summary import inspect
 from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.data.tokenizer import TOKENIZER_CONFIG_FILES, TOKENIZER_FILE
-from megafsdp.errors import ConfigError, expected
+from megafsdp.errors import CheckpointError, ConfigError, expected
 from megafsdp.training.metrics.cadence import cadence
 from megafsdp.training.metrics.events import Event
 from megafsdp.training.pictures.run_folder import read_runs
@@ -109,6 +111,20 @@ class _TokenizerFile:
                 shutil.copyfile(beside, Path(directory) / name)
 
 
+@contextlib.contextmanager
+def _writing(target: str) -> Iterator[None]:
+    """Name the target of a tool that the system does not let it write."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError.expected(
+            "a place that can be written to",
+            f"{type(error).__name__}: {error}",
+            where=f"'{target}'",
+            hint="Make room on its disk, or give another",
+        ) from error
+
+
 def _export(options: argparse.Namespace) -> int:
     _check(
         "--max-shard-gb",
@@ -118,30 +134,32 @@ def _export(options: argparse.Namespace) -> int:
         "Give the size of a file, such as 5 for 5 * 10**9 bytes",
     )
     tokenizer = None if options.tokenizer is None else _TokenizerFile(Path(options.tokenizer))
-    made = export_hf_checkpoint(
-        checkpoints_of(options.directory),
-        options.target,
-        step=options.step,
-        config=_config(options),
-        dtype=_DTYPES[options.dtype],
-        max_shard_nbytes=int(options.max_shard_gb * 10**9),
-        tokenizer=tokenizer,
-        show_progress=not options.no_progress,
-    )
+    with _writing(options.target):
+        made = export_hf_checkpoint(
+            checkpoints_of(options.directory),
+            options.target,
+            step=options.step,
+            config=_config(options),
+            dtype=_DTYPES[options.dtype],
+            max_shard_nbytes=int(options.max_shard_gb * 10**9),
+            tokenizer=tokenizer,
+            show_progress=not options.no_progress,
+        )
     print(made.to_json() if options.json else made.describe())
     return 0
 
 
 def _import(options: argparse.Namespace) -> int:
-    made = import_hf_checkpoint(
-        options.source,
-        root_to_publish_in(options.directory),
-        step=options.step,
-        padded_vocab_size=options.padded_vocab_size,
-        keeps_names=options.keep_names,
-        dtype=_DTYPES[options.dtype],
-        show_progress=not options.no_progress,
-    )
+    with _writing(options.directory):
+        made = import_hf_checkpoint(
+            options.source,
+            root_to_publish_in(options.directory),
+            step=options.step,
+            padded_vocab_size=options.padded_vocab_size,
+            keeps_names=options.keep_names,
+            dtype=_DTYPES[options.dtype],
+            show_progress=not options.no_progress,
+        )
     print(made.to_json() if options.json else made.describe())
     return 0
 
@@ -317,20 +335,21 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     to, destination, like = Format(options.to), options.destination, options.fused_like
-    written = convert(
-        checkpoints_of(options.source),
-        root_to_publish_in(destination) if to is Format.MEGAFSDP else destination,
-        to,
-        options.step,
-        options=ConvertOptions(
-            fused_like=None if like is None else checkpoints_of(like),
-            precision=options.precision,
-            transformer_impl=options.transformer_impl,
-            ignore=options.ignore,
-            separate_experts=options.separate_experts,
-        ),
-        show_progress=not options.no_progress,
-    )
+    with _writing(destination):
+        written = convert(
+            checkpoints_of(options.source),
+            root_to_publish_in(destination) if to is Format.MEGAFSDP else destination,
+            to,
+            options.step,
+            options=ConvertOptions(
+                fused_like=None if like is None else checkpoints_of(like),
+                precision=options.precision,
+                transformer_impl=options.transformer_impl,
+                ignore=options.ignore,
+                separate_experts=options.separate_experts,
+            ),
+            show_progress=not options.no_progress,
+        )
     print(json.dumps({"written": str(written)}) if options.json else written)
     return 0
 

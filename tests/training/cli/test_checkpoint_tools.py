@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -129,6 +130,41 @@ def test_convert_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for option in ("precision", "fp16"), ("transformer-impl", "local"), ("ignore", "x"):
         assert main(["ckpt", *words, f"--{option[0]}", option[1]]) == 1
         assert option[0].replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["megafsdp", "nvidia"])
+def test_a_target_that_cannot_be_written_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """As where the disk is full, or the folder is another user's."""
+    _saved(tmp_path / "a")
+    file = str(tmp_path / "a.pt")
+    assert main(["ckpt", "convert", str(tmp_path / "a"), file, "--to", "torch"]) == 0
+    source = file if to == "megafsdp" else tmp_path / "a"
+    # A file is where the folder of the target should be.
+    target = tmp_path / "a.pt/there"
+    assert main(["ckpt", "convert", str(source), str(target), "--to", to, "--step", "4"]) == 1
+    assert "NotADirectoryError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["export_hf", "import_hf"])
+def test_a_full_disk_ends_a_tool_with_one_message(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str,
+) -> None:
+    """With the target's name."""
+
+    def fail(*unused: object, **unused_too: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"megafsdp.training.cli.checkpoint_tools.{tool}_checkpoint", fail)
+    _saved(tmp_path / "a")
+    words = [tool.replace("_", "-"), str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["ckpt", *words]) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and f"'{tmp_path / 'b'}'" in error
 
 
 def test_inspect_lists_what_is_asked_for(
