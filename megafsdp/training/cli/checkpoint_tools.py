@@ -113,15 +113,15 @@ class _TokenizerFile:
 
 @contextlib.contextmanager
 def _writing(target: str) -> Iterator[None]:
-    """Name the target of a tool that the system does not let it write."""
+    """Name the target where the system does not let a tool read or write a file."""
     try:
         yield
     except OSError as error:
         raise CheckpointError.expected(
-            "a place that can be written to",
+            "files that can be read and a place that can be written to",
             f"{type(error).__name__}: {error}",
-            where=f"'{target}'",
-            hint="Make room on its disk, or give another",
+            where=f"writing '{target}'",
+            hint="Make room on its disk, or give another place",
         ) from error
 
 
