@@ -4,7 +4,8 @@
 
 The trainer shards its model when it is built, clips with one collective, saves weights as
 ``from_pretrained`` reads them and, beside them in each of its checkpoints, a checkpoint of
-megafsdp, from which any number of ranks resumes.
+megafsdp, from which any number of ranks resumes. :func:`initializer_of` is for loops without a
+trainer.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import _is_peft_model
 
 from megafsdp.checkpoint.huggingface.import_ import import_hf
@@ -37,6 +38,29 @@ _LOGGER = logging.getLogger("megafsdp.integrations")
 FOLDER = "megafsdp"
 
 _REFUSED = ("fp16", "torch_compile", "bf16_full_eval", "fp16_full_eval", "sync_ref_model")
+
+
+def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Return the initialiser of a model's modules, for ``megafsdp.materialize``; local.
+
+    A model inside the model, such as a vision tower, initialises its own modules, as in
+    transformers: ``model._init_weights`` alone would draw other numbers for them, or none.
+
+    Args:
+        model: A model of transformers, or one that contains such models, sharded or not. Modules
+            outside of them are left as they are.
+    """
+    owners: dict[nn.Module, PreTrainedModel] = {}
+    # Outer models come first, so the innermost owner stays.
+    for owner in model.modules():
+        if isinstance(owner, PreTrainedModel):
+            owners.update(dict.fromkeys(owner.modules(), owner))
+
+    def initialize(module: nn.Module) -> None:
+        if module in owners:
+            owners[module]._init_weights(module)
+
+    return initialize
 
 
 class Sharded(Trainer):

@@ -8,16 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from megafsdp import (
     MixedPrecisionPolicy,
     checkpoint,
     full_state_dict,
     fully_shard_model,
+    materialize,
     register_fsdp_forward_method,
     summon_full_params,
 )
+from megafsdp.integrations.transformers import initializer_of
 from tests.ecosystem.models import (
     MODELS,
     ROWS_PER_RANK,
@@ -199,3 +207,45 @@ def test_saved_models_are_read_by_from_pretrained(ranks: Ranks, name: str, tmp_p
         found = model.state_dict()
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()), kind
+
+
+def _composite(name: str) -> PreTrainedModel:
+    """Build a model whose vision tower is a model with an initialiser of its own."""
+    width = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    width["num_attention_heads"] = 4
+    vision = {**width, "image_size": 16, "patch_size": 8}
+    if name == "llava":
+        vision["model_type"] = "clip_vision_model"
+        text = {**width, "vocab_size": 96, "model_type": "llama"}
+        config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=9)
+        return LlavaForConditionalGeneration(config)
+    text = {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "word_embed_proj_dim": 32, "model_type": "opt"}
+    between = {**width, "vocab_size": 96, "encoder_hidden_size": 32}
+    config = Blip2Config(
+        vision_config=vision, qformer_config=between, text_config=text, num_query_tokens=4
+    )
+    return Blip2ForConditionalGeneration(config)
+
+
+def _initialize(name: str) -> None:
+    with torch.device("meta"):
+        reference, model = _composite(name), fully_shard_model(_composite(name))
+    reference.to_empty(device="cpu")
+    reference.tie_weights()
+    for module in reference.modules():
+        # transformers draws once; on the meta device that stored nothing.
+        module.__dict__.pop("_is_hf_initialized", None)
+    torch.manual_seed(3)
+    reference.initialize_weights()
+    torch.manual_seed(3)
+    materialize(model, initializer_of(model))
+    wanted, found = reference.state_dict(), full_state_dict(model)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["llava", "blip2"])
+def test_models_within_a_model_draw_their_own_weights(ranks: Ranks, name: str) -> None:
+    """On the meta device, by initializer_of(); each has the bits that transformers draws."""
+    ranks(2).run(_initialize, name)
