@@ -88,6 +88,7 @@ def test_a_mistake_is_said_once_before_anything_is_made(tmp_path: Path) -> None:
 # In place of the launcher, and of a rank.
 _WAITING = """
 import pathlib, signal, sys
+signal.alarm(120)
 signal.signal(signal.SIGTERM, lambda *unused: (print("saved"), sys.exit()))
 pathlib.Path("started").touch()
 signal.pause()
@@ -104,8 +105,8 @@ def test_signals_reach_the_ranks(tmp_path: Path, number: signal.Signals) -> None
     python.chmod(0o755)
     _copy_script(tmp_path, str(python))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    # nohup would have it ignored.
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Under nohup SIGHUP is ignored, in the background of a script SIGINT.
+    before = signal.signal(number, signal.SIG_DFL)
     try:
         with subprocess.Popen(
             ["bash", "run.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
@@ -115,7 +116,10 @@ def test_signals_reach_the_ranks(tmp_path: Path, number: signal.Signals) -> None
                 assert job.poll() is None and time.monotonic() < deadline_s
                 time.sleep(0.05)
             job.send_signal(number)
-            output, _ = job.communicate(timeout=60)
+            try:
+                output, _ = job.communicate(timeout=60)
+            finally:
+                job.kill()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
     assert job.returncode == 0 and output.splitlines()[-1] == "saved"
