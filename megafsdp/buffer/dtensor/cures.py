@@ -126,7 +126,7 @@ def stepping_optimizer() -> Optimizer | None:
     Methods whose names end in ``step`` count, such as ``first_step()`` of SAM. Code of other
     packages than the optimizer's is that of a closure, in which one rank may log by itself.
     """
-    callers = {"torch", "megafsdp"}
+    callers = set()
     for frame, _ in traceback.walk_stack(None):
         code = frame.f_code
         # The forward of a closure, which may stand beside the optimizer's class.
