@@ -18,13 +18,16 @@ from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import Average, Strategy
 from megafsdp.fsdp.runtime.process_groups import require_own_gpus
 from megafsdp.mesh.parallel_dims import default_mesh
+from megafsdp.mesh.spmd import SpmdMesh
 
 # Indexed by ZeRO stage: Strategy lists its members in that order.
 _STAGES = tuple(Strategy)
 
 
-def strategy_of(value: str | int) -> Strategy:
+def strategy_of(value: str | int, spmd: SpmdMesh | None = None) -> Strategy:
     """Return the strategy of a Megatron name or a ZeRO stage 0 to 3.
+
+    Without a data axis that divides, it is that of a replica, as in torch.
 
     Raises:
         ValueError: The name is unknown.
@@ -40,30 +43,19 @@ def strategy_of(value: str | int) -> Strategy:
                 hint="Use 'optim_grads_params' for ZeRO-3",
             )
         )
-    return names[value]
+    return names[value] if spmd is None or spmd.divides else Strategy.NO_SHARD
 
 
-def mesh_of(
-    mesh: DeviceMesh | None, device_type: str, dp_mesh_dims: object | None = None
-) -> DeviceMesh:
-    """Return the mesh, by default of all ranks.
+def mesh_of(mesh: DeviceMesh | None, device_type: str, spmd: SpmdMesh | None = None) -> DeviceMesh:
+    """Return the data-parallel mesh, by default of all ranks.
 
     Raises:
-        NotImplementedError: ``dp_mesh_dims`` (torch's choice of axes of a larger mesh) is given.
         RuntimeError: There is neither a mesh nor a process group.
         ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
             a GPU.
     """
-    if dp_mesh_dims is not None:
-        # torch gives it with DTensor parameters, which are cut on the mesh's other axes too.
-        raise NotImplementedError(
-            expected(
-                "a mesh of data-parallel axes alone",
-                f"dp_mesh_dims={dp_mesh_dims}",
-                where="fully_shard()",
-                hint="Give the part of the mesh that has these axes: mesh[names]",
-            )
-        )
+    if spmd is not None:
+        mesh = spmd.data
     if mesh is None:
         if not dist.is_initialized():
             raise RuntimeError(

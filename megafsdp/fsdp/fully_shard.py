@@ -6,7 +6,7 @@ whole model. Both change modules in place and return them; no wrapper, no key pr
 The functions below the entry points turn arguments into values or refuse them, before any module is
 changed; :mod:`megafsdp.fsdp.division` does so for meshes. torch's own ``MixedPrecisionPolicy``
 and ``CPUOffloadPolicy`` are accepted wherever ours are. Grouping, buffers and hooks are made
-elsewhere; no collective is issued here, except to build a default mesh.
+elsewhere; no collective is issued here, except to build a mesh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from megafsdp.fsdp.grouping import (
     find_units,
     leave_out_tied,
     move_buffers,
-    place_parameters,
 )
 from megafsdp.fsdp.keywords import (
     AverageChoice,
@@ -52,16 +51,20 @@ from megafsdp.fsdp.keywords import (
 from megafsdp.fsdp.params.kept_weights import check_any_is_quantized
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.placing import place_parameters
 from megafsdp.fsdp.policy_names import policies_by_module
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
+from megafsdp.mesh.spmd import DataParallelDims, SpmdMesh, spmd_mesh_of
 from megafsdp.mesh.torch_private import ReplicatedModule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
+# The mesh and expert_mesh of fully_shard(), and what its dp_mesh_dims names.
+_Meshes = tuple[DeviceMesh | None, DeviceMesh | None, SpmdMesh | None]
 
 
 @overload
@@ -94,7 +97,7 @@ def fully_shard(
     average: AverageChoice = "rank",
     prefetch: int = 1,
     nccl_user_buffers: bool = False,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelDims | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule | list[FSDPModule] | tuple[FSDPModule, ...]:
     """Make a module, or a list or tuple of modules that run one after another, into one unit.
@@ -102,7 +105,7 @@ def fully_shard(
     Call it on inner units first, on the root last, on all ranks alike. The unit owns the parameters
     below it that no inner unit owns; each becomes an uneven DTensor over fp32 main weights. Each
     rank keeps its own values: initialise all ranks alike. Parameters on the meta device have no
-    values until ``materialize`` or a load. No collective is issued, except to build a default mesh.
+    values until ``materialize`` or a load. No collective is issued, except to build a mesh.
 
     DTensor parameters over one axis outside the mesh, as ``parallelize_module`` makes them, are
     divided part by part; where their gradients are partial, they are summed over that axis.
@@ -126,7 +129,7 @@ def fully_shard(
         prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
         nccl_user_buffers: Gather into memory registered with NCCL: the size of a few units, which
             stays allocated. Only for ZeRO-3; without NCCL memory stays plain, with a warning.
-        dp_mesh_dims: torch's way to choose axes of a larger mesh; refused.
+        dp_mesh_dims: As in torch: the data axes of ``mesh``, on which all parameters are DTensors.
         expert_mesh: Ranks that divide experts' parameters; the mean is still over ``mesh``.
 
     Returns:
@@ -142,13 +145,13 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     # All arguments are checked before any module is changed, so a refused call can be repeated.
     policy, memory = mixed_precision_of(mp_policy), UnitMemory(offload=offload_of(offload_policy))
-    chosen, averaging = strategy_of(strategy), average_of(average)
+    spmd = spmd_mesh_of(mesh, dp_mesh_dims)
+    chosen, averaging = strategy_of(strategy, spmd), average_of(average)
     check_modules(modules, prefetch)
     check_user_buffers(nccl_user_buffers, chosen)
-    found = find_parameters(modules, ignored_params or (), policy)
-    check_placements(found, shard_placement_fn)
-    place_parameters(found, modules, mesh, expert_mesh)
-    mesh = mesh_of(mesh, device_type_of(found), dp_mesh_dims)
+    meshes = mesh, expert_mesh, spmd
+    found = _find(modules, ignored_params or (), policy, shard_placement_fn, meshes)
+    mesh = mesh_of(mesh, device_type_of(found), spmd)
     division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
     options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
@@ -177,7 +180,7 @@ def fully_shard_model(
     average: AverageChoice = "rank",
     prefetch: int = 1,
     nccl_user_buffers: bool = False,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelDims | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Make every instance of some classes below a model, and then the model, into units.
@@ -235,9 +238,8 @@ def fully_shard_model(
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
-    check_units(
-        policies, ignored, shard_placement_fn, (mesh, expert_mesh), offload_of(offload_policy)
-    )
+    meshes = mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims)
+    check_units(policies, ignored, shard_placement_fn, meshes, offload_of(offload_policy))
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
     return cast(FSDPModule, model)
@@ -345,7 +347,7 @@ def check_units(
     policies: Mapping[nn.Module, MixedPrecisionPolicy],
     ignored: Sequence[nn.Parameter],
     placement_fn: Callable[[nn.Parameter], object] | None,
-    meshes: tuple[DeviceMesh | None, DeviceMesh | None],
+    meshes: _Meshes,
     offload: OffloadPolicy,
 ) -> None:
     """Check everything that could refuse one of several units, so that all are made or none.
@@ -355,7 +357,7 @@ def check_units(
             last.
         ignored: Parameters to leave alone.
         placement_fn: As for :func:`fully_shard`.
-        meshes: The ``mesh`` and ``expert_mesh`` of :func:`fully_shard`.
+        meshes: Its ``mesh`` and ``expert_mesh``, and what its ``dp_mesh_dims`` names.
         offload: Its ``offload_policy``.
 
     Raises:
@@ -369,9 +371,7 @@ def check_units(
     reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
-        found = find_parameters([module], [*ignored, *of_inner], policy)
-        check_placements(found, placement_fn)
-        place_parameters(found, [module], *meshes)
+        found = _find([module], [*ignored, *of_inner], policy, placement_fn, meshes)
         check_quantization(found, policy, offload)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
@@ -379,6 +379,20 @@ def check_units(
             reasons[f"{fqns[module]}.{record.name}".lstrip(".")] = record.kept_because
     recipes = [p.quantization for p in policies.values() if p.quantization is not None]
     check_any_is_quantized(recipes, reasons, where="fully_shard_model()")
+
+
+def _find(
+    modules: Sequence[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    policy: MixedPrecisionPolicy,
+    placement_fn: PlacementFunction | None,
+    meshes: _Meshes,
+) -> list[FoundParameter]:
+    """Return the checked and placed parameters of one unit."""
+    found = find_parameters(modules, ignored, policy)
+    check_placements(found, placement_fn)
+    place_parameters(found, modules, *meshes)
+    return found
 
 
 def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.mesh.spmd import DataParallelDims
 
 # Values of megafsdp.fsdp.params.policy.Strategy, and its ZeRO stages.
 StrategyChoice = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", 0, 1, 2, 3]
@@ -32,7 +33,7 @@ class ModelKeywords(TypedDict, total=False):
     average: AverageChoice
     prefetch: int
     nccl_user_buffers: bool
-    dp_mesh_dims: object | None
+    dp_mesh_dims: DataParallelDims | None
     expert_mesh: DeviceMesh | None
 
 

@@ -121,16 +121,19 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 
 def wrap_part(
-    local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
 ) -> DTensor:
-    """Return a DTensor of a shape whose part on this rank of a 1-D mesh is ``local``; aliases.
+    """Return a DTensor of a shape whose part on this rank of a mesh is ``local``; aliases.
 
     Public: ``DTensor.from_local()``, which makes a view; not all subclasses support views. 2.11 to
     2.14.
     """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, local.dtype)
-    return make_dtensor(DTensor, local, DTensorSpec(mesh, (placement,), tensor_meta=meta))
+    return make_dtensor(DTensor, local, DTensorSpec(mesh, placements, tensor_meta=meta))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:

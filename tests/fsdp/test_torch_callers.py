@@ -449,15 +449,7 @@ def _not_built() -> None:
         with pytest.raises(NotImplementedError, match=rf"In {name.rstrip('()')}\(\)\. \w"):
             call()
     net.set_allocate_memory_from_process_group_for_comm(False)
-    with pytest.raises(NotImplementedError, match=r"dp_mesh_dims=.*mesh\[names\]"):
-        fully_shard(Block(), dp_mesh_dims=_mesh_dims())
     net(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
-
-
-def _mesh_dims() -> object:
-    # Of torch 2.12 and later.
-    made = getattr(torch_fsdp, "DataParallelMeshDims", None)
-    return "dp" if made is None else made(shard="dp")
 
 
 def test_what_torch_has_and_we_have_not_built_is_refused_by_name(ranks: Ranks) -> None:

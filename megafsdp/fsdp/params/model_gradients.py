@@ -30,20 +30,19 @@ class ModelGradients:
     """Takes this rank's addends from the gradients of one group, and sums them over a model axis.
 
     Args:
-        mesh: The model axis.
+        mesh: The model axis; None if parameters are DTensors without one.
         placements: How the axis places each parameter of the group.
     """
 
-    def __init__(self, mesh: DeviceMesh, placements: Sequence[ModelPlacement]) -> None:
-        self._group: dist.ProcessGroup = mesh.get_group()
-        self._is_first = mesh.get_local_rank() == 0
+    def __init__(self, mesh: DeviceMesh | None, placements: Sequence[ModelPlacement]) -> None:
+        self._group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
         self._placements = placements
         self._summed = [i for i, placement in enumerate(placements) if placement.is_summed]
 
     @property
     def has_sums(self) -> bool:
         """Return whether :meth:`sum_over_axis` sums anything; alike on all ranks."""
-        return bool(self._summed) and self._group.size() > 1
+        return bool(self._summed) and self._group is not None and self._group.size() > 1
 
     def addend(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's addend for a parameter, in the shape of its part.
@@ -57,19 +56,28 @@ class ModelGradients:
         """
         if not isinstance(grad, DTensor):
             return grad
-        placement, wanted = grad.placements[0], self._placements[index]
-        if not wanted.is_summed:
-            assert wanted.placement is not None, "its parameter is a DTensor"
-            if placement != wanted.placement:
-                grad = grad.redistribute(placements=[wanted.placement])
-            return _settled(grad)
-        if placement == Partial():
-            return _settled(grad)
-        if not placement.is_replicate():
-            grad = grad.redistribute(placements=[Replicate()])
-        # All ranks have the whole gradient, which counts once: the first rank adds it.
+        wanted = self._placements[index]
+        assert wanted.form is not None, "its parameter is a DTensor"
+        placements, once = list(grad.placements), []
+        for axis, placement in enumerate(grad.placements):
+            if axis == wanted.form.model_axis:
+                if not wanted.is_summed:
+                    placements[axis] = wanted.form.placements[axis]
+                    continue
+                is_addend = placement == Partial()
+            else:
+                # Layers that compute on local tensors call their addends replicated, and FSDP2
+                # takes them as addends.
+                is_addend = placement in (Partial(), Replicate())
+            if not is_addend:
+                placements[axis] = Replicate()
+                once.append(axis)
+        if tuple(placements) != grad.placements:
+            grad = grad.redistribute(placements=placements)
         local = _settled(grad)
-        return local if self._is_first else torch.zeros_like(local)
+        # All ranks of these axes have the whole gradient, which counts once: the first adds it.
+        is_first = not any(grad.device_mesh.get_local_rank(axis) for axis in once)
+        return local if is_first else torch.zeros_like(local)
 
     def sum_over_axis(self, packed: DBuffer, dtype: torch.dtype, label: str) -> None:
         """Replace addends in a packed buffer by their sums over the axis; one all-reduce.
@@ -87,6 +95,7 @@ class ModelGradients:
         addends = [packed.tensor(index) for index in self._summed]
         with torch.no_grad():
             together = torch.cat(addends).to(dtype)
+            assert self._group is not None, "it has sums"
             all_reduce(together, group=self._group, label=label)
             torch._foreach_copy_(addends, list(together.split([a.numel() for a in addends])))
 

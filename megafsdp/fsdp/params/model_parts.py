@@ -18,7 +18,7 @@ are refused when they are read, before anything is changed. The sums over the ax
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,30 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.errors import expected
-from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.annotation import annotation_of, copy_annotation
 from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from megafsdp.mesh.parallel_dims import TP
+from megafsdp.mesh.spmd import SpmdMesh
 from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
 _COMPUTES_ON_PART = "computes_on_part"
+
+
+@dataclass(frozen=True)
+class DTensorForm:
+    """The DTensor as which forward and backward see a gathered parameter.
+
+    Attributes:
+        mesh: The model axis, or a mesh that also has the data axes.
+        placements: How each axis of ``mesh`` cuts the parameter; data axes do not.
+        model_axis: The index of the model axis in ``mesh``; None without one.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    model_axis: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -45,24 +61,21 @@ class ModelPlacement:
     Attributes:
         part: This rank's part of the parameter.
         mesh: The model axis; None without one.
-        placement: How the axis cuts the parameter; None without one.
-        is_dtensor: Whether forward and backward see a DTensor over the axis, which the layers of
-            torch's ``parallelize_module`` need, instead of the plain part.
+        form: The DTensor that forward and backward see, which the layers of torch's
+            ``parallelize_module`` need; None for the plain part.
         is_summed: Whether the gradients of the axis's ranks are addends of one sum.
     """
 
     part: ModelPart
     mesh: DeviceMesh | None = None
-    placement: Placement | None = None
-    is_dtensor: bool = False
+    form: DTensorForm | None = None
     is_summed: bool = False
 
     def face(self, full: torch.Tensor) -> torch.Tensor:
         """Return the form of the gathered part that forward and backward see; aliases it."""
-        if not self.is_dtensor:
+        if self.form is None:
             return full
-        assert self.mesh is not None and self.placement is not None, "it came as a DTensor"
-        return wrap_part(full, self.mesh, self.placement, self.part.shape)
+        return wrap_part(full, self.form.mesh, self.form.placements, self.part.shape)
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -106,7 +119,7 @@ def plain_placement(
             )
         )
     part = part_of(shape, None, model_mesh.size(), model_mesh.get_local_rank())
-    return ModelPlacement(part, model_mesh, Replicate(), is_summed=annotation.sums_over_tp)
+    return ModelPlacement(part, model_mesh, is_summed=annotation.sums_over_tp)
 
 
 def read_placement(
@@ -125,7 +138,7 @@ def read_placement(
             mesh, lacks this rank, or is on another device.
         NotImplementedError: It is cut by a mesh of several axes, or was sharded before.
     """
-    mesh, placement = parameter.device_mesh, parameter.placements[0]
+    mesh = parameter.device_mesh
     _check_mesh(name, parameter, data_mesh)
     _check_placement(name, parameter)
     part, annotation = model_part_of(parameter), annotation_of(parameter)
@@ -134,12 +147,59 @@ def read_placement(
     return ModelPlacement(
         part,
         mesh,
-        placement,
-        is_dtensor=is_dtensor,
+        DTensorForm(mesh, parameter.placements) if is_dtensor else None,
         # With torch's layers each backward decides anew whether the gradient of a replicated
         # parameter is a sum. Ranks cannot agree on that without an exchange, so always sum.
         is_summed=part.dim is None and (is_dtensor or annotation.sums_over_tp),
     )
+
+
+def read_spmd_placement(
+    name: str, parameter: torch.Tensor, owners: Iterable[nn.Module], spmd: SpmdMesh
+) -> ModelPlacement:
+    """Return the placement of a parameter that comes as a DTensor on all axes.
+
+    Args:
+        name: Its FQN, for messages.
+        parameter: The parameter.
+        owners: The modules that own it.
+        spmd: The axes.
+
+    Raises:
+        ValueError: It is no DTensor on this mesh, or data axes cut it; or :func:`read_placement`
+            raises it.
+        NotImplementedError: :func:`read_placement` raises it.
+    """
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != spmd.mesh:
+        raise ValueError(
+            expected(
+                f"a DTensor on the mesh of fully_shard(), {spmd.mesh}",
+                f"one on {parameter.device_mesh}"
+                if isinstance(parameter, DTensor)
+                else "a plain tensor",
+                where=f"'{name}', with dp_mesh_dims",
+                hint="Call distribute_module() or distribute_tensor() with that mesh first, or "
+                "leave out dp_mesh_dims and give mesh= the data axes",
+            )
+        )
+    placements, shape = parameter.placements, tuple(parameter.shape)
+    cut = [axis for axis in spmd.data_axes if not placements[axis].is_replicate()]
+    if cut:
+        raise ValueError(
+            expected(
+                "Replicate() on all data axes",
+                f"{placements[cut[0]]} on '{spmd.axis_name(cut[0])}'",
+                where=f"'{name}', a DTensor parameter of shape {shape}",
+                hint="Redistribute it before fully_shard(), which divides it over these axes",
+            )
+        )
+    form = DTensorForm(spmd.mesh, placements, spmd.model_axis)
+    if spmd.model is None or spmd.model_axis is None:
+        return ModelPlacement(whole_part(shape), form=form)
+    over_axis = wrap_part(local_of(parameter), spmd.model, (placements[spmd.model_axis],), shape)
+    copy_annotation(parameter, over_axis)
+    found = read_placement(name, over_axis, owners, spmd.data)
+    return replace(found, form=form)
 
 
 def model_part_of(parameter: DTensor) -> ModelPart:
@@ -253,7 +313,8 @@ def _check_mesh(name: str, parameter: DTensor, data_mesh: DeviceMesh) -> None:
                 "a DTensor parameter on a mesh of one axis, the model axis",
                 f"a mesh of shape {tuple(mesh.shape)}",
                 where=where,
-                hint="Distribute it over one axis, mesh['tp'], and give fully_shard() the others",
+                hint="Name the data axes of this mesh in dp_mesh_dims=, or distribute it over one "
+                "axis, mesh['tp'], and give fully_shard() the others",
             )
         )
     if mesh.get_coordinate() is None or mesh.device_type != data_mesh.device_type:

@@ -444,10 +444,11 @@ class ParameterGroup:
         return make_replicated(rows.view(self.parameters[index].shape), self.axes.dtensor_mesh)
 
     def _model_gradients(self) -> ModelGradients | None:
-        """Return the object that sums gradients over the model axis; None without one."""
-        if self.axes.model_mesh is None:
+        """Return what makes addends of gradients that are DTensors or sums; None if none is."""
+        placements = [parameter.model for parameter in self.parameters]
+        if self.axes.model_mesh is None and all(each.form is None for each in placements):
             return None
-        return ModelGradients(self.axes.model_mesh, [p.model for p in self.parameters])
+        return ModelGradients(self.axes.model_mesh, placements)
 
     @property
     def maxima_groups(self) -> tuple[dist.ProcessGroup, ...]:

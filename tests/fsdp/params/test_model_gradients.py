@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from megafsdp import MixedPrecisionPolicy, OffloadPolicy, full_tensor, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.params.model_gradients import ModelGradients
-from megafsdp.fsdp.params.model_parts import ModelPlacement
+from megafsdp.fsdp.params.model_parts import DTensorForm, ModelPlacement
 from megafsdp.mesh.annotation import annotate
 from megafsdp.mesh.model_part import part_of
 from tests.ranks import Ranks
@@ -32,8 +32,8 @@ def _addends() -> None:
     axis = ModelGradients(
         tp,
         [
-            ModelPlacement(cut, tp, Shard(0), is_dtensor=True),
-            ModelPlacement(all_of_it, tp, Replicate(), is_dtensor=True, is_summed=True),
+            ModelPlacement(cut, tp, DTensorForm(tp, (Shard(0),))),
+            ModelPlacement(all_of_it, tp, DTensorForm(tp, (Replicate(),)), is_summed=True),
         ],
     )
 

@@ -144,13 +144,13 @@ def _placements() -> None:
     ours.computes_on_part = True
     # torch cuts as torch.chunk does: 5 rows are 3 and 2.
     uneven = read(distribute_tensor(torch.ones(5, 4), tp, [Shard(0)]), theirs)
-    assert uneven.part.pieces == (((0, 3), (3, 2))[rank],) and uneven.is_dtensor
+    assert uneven.part.pieces == (((0, 3), (3, 2))[rank],) and uneven.form is not None
     # A layer that declares the cut has cut each of the fused tensors.
     fused = {"fused": FusedParts(("gate", "up"), (2, 6))}
     weight = distribute_tensor(torch.ones(8, 4), tp, [Shard(0)])
     assert read(weight, theirs, **fused).part.pieces == ((4 * rank, 4),)
     gated = read(weight, ours, tp_dim=0, **fused)
-    assert gated.part.pieces == ((rank, 1), (2 + 3 * rank, 3)) and not gated.is_dtensor
+    assert gated.part.pieces == ((rank, 1), (2 + 3 * rank, 3)) and gated.form is None
     # What all ranks have: torch's layers say by the gradient whether it is summed, ours before.
     norm = DTensor.from_local(torch.ones(4), tp, [Replicate()], run_check=False)
     summed = [read(norm, m, sums_over_tp=s).is_summed for m in (theirs, ours) for s in (0, 1)]
