@@ -2,7 +2,8 @@
 
 from megafsdp import checkpoint
 from megafsdp.buffer.dtensor.uneven import full_tensor
-from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from megafsdp.fsdp.forward_method import register_fsdp_forward_method
+from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,

@@ -3,7 +3,8 @@
 Read first: fully_shard.py, then params and runtime.
 """
 
-from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from megafsdp.fsdp.forward_method import register_fsdp_forward_method
+from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,

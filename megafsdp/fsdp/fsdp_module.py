@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from megafsdp.device.memory import outside_inference_mode
-from megafsdp.device.torch_private import end_graph, is_backward_running, untraced_frame
+from megafsdp.device.torch_private import is_backward_running
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, hidden_parameters, unit_of, units_below
@@ -239,22 +239,47 @@ class FSDPModule(_Mixin):
 
     def set_all_reduce_hook(
         self,
-        hook: Callable[[torch.Tensor], None],
+        hook: Callable[[torch.Tensor], None] | None,
         *,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Refuse torch's hook on a unit's reduced gradients: reductions may wait for each other.
+        """Call ``hook`` on each new sum of this unit's gradients, before it becomes ``.grad``.
+
+        For sums over ranks that no mesh names, such as replicas that come and go. It is called once
+        a parameter group (parameters that share dtypes and ranks), in the same order on all ranks,
+        when the sum over the mesh is complete: for each microbatch that is reduced, without the
+        sums of earlier ones; with parameters on the host once for all of them.
+
+        Args:
+            hook: Changes a tensor in place: 1-D, this rank's range of the group's flat buffer, of
+                the main gradients' dtype, already divided. Gaps in it are zero and must stay so.
+                None calls nothing any more.
+            stream: The CUDA stream that the hook's work is queued on; None for a stream that all
+                hooks share. Ignored on CPU.
 
         Raises:
-            NotImplementedError: Always.
+            TypeError: ``hook`` cannot be called.
+            ValueError: A stream is given, and the mesh has two axes.
         """
-        # A sum of one microbatch, or over the inner axis alone, is not the final gradient.
-        raise _not_built(
-            "a hook on the buffer of reduced gradients, which a later microbatch may complete",
-            where="set_all_reduce_hook()",
-            hint="Call register_post_accumulate_grad_hook() on the parameters, or give a mesh of "
-            "two axes to sum over an outer one",
-        )
+        groups = self._fsdp_unit().groups
+        where = "set_all_reduce_hook()"
+        if hook is not None and not callable(hook):
+            raise TypeError(
+                expected("a function of a tensor", repr(hook), where=where, hint="Give a function")
+            )
+        if stream is not None and any(group.axes.outer_group is not None for group in groups):
+            raise ValueError(
+                expected(
+                    "no stream on a mesh of two axes, as in torch",
+                    stream,
+                    where=where,
+                    hint="Leave it out: the hook runs after the sum over the outer axis",
+                )
+            )
+        for group in groups:
+            group.gradients.call_on_sums(
+                None if hook is None else ReducedHook(hook, group.device, stream)
+            )
 
     def set_custom_all_gather(self, comm: object) -> None:
         """Refuse torch's replacement of the gather: ours works in flat buffers of a fixed layout.
@@ -542,44 +567,3 @@ def _refuse_torch_around_units(module: nn.Module) -> None:
                 hint="Give the outer module to megafsdp.fully_shard() too",
             )
         )
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather the unit's parameters around calls of a method other than ``forward``.
-
-    Args:
-        module: A module given to ``fully_shard``; any other is left as it is.
-        method_name: Name of a method, for example ``"generate_logits"``.
-
-    Raises:
-        ValueError: The module has no such method.
-    """
-    if unit_of(module) is None:
-        return
-    own = vars(module).get(method_name)
-    # Take the class's method unbound: a bound one would be a cycle through the module.
-    of_class = inspect.getattr_static(type(module), method_name, None)
-    if own is None and of_class is None:
-        raise ValueError(
-            expected(
-                f"a method of {type(module).__name__}",
-                repr(method_name),
-                where="register_fsdp_forward_method()",
-                hint="Give the name of a method of the module itself",
-            )
-        )
-    # An attribute of the instance would hide the method of the class below.
-    vars(module).pop(method_name, None)
-
-    @untraced_frame
-    def run(self: nn.Module, *args: object, **kwargs: object) -> object:
-        unit = unit_of(self)
-        assert unit is not None, "the class was made by fully_shard()"
-        end_graph(unit.why_graphs_end)
-        bind = getattr(of_class, "__get__", None)
-        method = own or (of_class if bind is None else bind(self, type(self)))
-        return unit.run_as_forward(self, method, args, kwargs)
-
-    # Make a class for this module alone: other units share the one that mix_in() gave it.
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {method_name: run, "__doc__": cls.__doc__})

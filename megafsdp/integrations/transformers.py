@@ -25,7 +25,8 @@ from transformers.trainer_utils import _is_peft_model
 from megafsdp.checkpoint.huggingface.import_ import import_hf
 from megafsdp.checkpoint.load import load
 from megafsdp.checkpoint.save import save
-from megafsdp.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from megafsdp.fsdp.forward_method import register_fsdp_forward_method
+from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.full_params import full_state_dict, summon_full_params
 from megafsdp.fsdp.fully_shard import fully_shard_model
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy

@@ -434,7 +434,6 @@ def _not_built() -> None:
     event, bare = torch.Event("cpu"), nn.Sequential(fully_shard(Block()))
     kept = fully_shard(Block(), strategy="optim_grads")
     calls: dict[str, Callable[[], object]] = {
-        "set_all_reduce_hook": lambda: net.set_all_reduce_hook(torch.neg, stream=None),
         "set_custom_all_gather": lambda: net.set_custom_all_gather(object()),
         "set_custom_reduce_scatter": lambda: net.set_custom_reduce_scatter(comm=object()),
         "set_allocate_memory_from_process_group_for_comm": lambda: (

@@ -91,8 +91,8 @@ def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> N
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    with contextlib.suppress(NotImplementedError):
-        model.set_all_reduce_hook(print, stream=None)
+    model.set_all_reduce_hook(print, stream=None)
+    model.set_all_reduce_hook(None)
     with contextlib.suppress(NotImplementedError):
         model.set_custom_all_gather(object())
     with contextlib.suppress(NotImplementedError):

@@ -12,6 +12,7 @@ A :class:`Reduction` is one of these sums under way, and has these stages::
 
     one axis                 INNER_SUM                           publish
     inner and outer axis     INNER_SUM -> OUTER_SUM              publish
+    a hook on the sum        INNER_SUM (-> OUTER_SUM) -> hook    publish
     parameters on the host   INNER_SUM (-> OUTER_SUM) -> copy    publish
 
 Before the first stage, gradients that are addends of a sum over a model axis are summed over it
@@ -39,6 +40,7 @@ from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.group_buffers import GroupBuffers
 from megafsdp.fsdp.params.main_gradient import MainGradient
 from megafsdp.fsdp.params.model_gradients import ModelGradients
+from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.mesh.placement import Residence
 
 
@@ -47,6 +49,7 @@ class Stage(Enum):
 
     INNER_SUM = "inner sum"
     OUTER_SUM = "outer sum"
+    HOOK = "hook"
     HOST_COPY = "host copy"
     DONE = "done"  # Nothing: published, or kept in the inner sum for the last microbatch.
 
@@ -156,6 +159,10 @@ class GradientReducer:
     ) -> None:
         """Reduce over these process groups, which have the same ranks as the axes' own; local."""
         self._inner_group, self._outer_group = inner_group, outer_group
+
+    def call_on_sums(self, hook: ReducedHook | None) -> None:
+        """Call a hook on each sum over all axes before it is published; None: no more; local."""
+        self.main_grad.hook = hook
 
     @property
     def has_grads(self) -> bool:
@@ -274,6 +281,10 @@ class GradientReducer:
         The sum over the outer axis is issued here, since it reads the inner sum; it runs beside
         what the caller does next.
         """
+        if reduction.stage is Stage.HOOK:
+            self._end(reduction)
+            self._publish(reduction)
+            return
         is_inner = reduction.stage is Stage.INNER_SUM
         # Free the addends before the next stage allocates its target: never have both in memory.
         self._release_partial(reduction.end_sum())
@@ -387,9 +398,15 @@ class GradientReducer:
         )
 
     def _end_sums(self, reduction: Reduction) -> None:
-        """Publish the sum over all axes."""
+        """Call the hook on the sum over all axes, and publish it, at once or when that is done."""
+        is_inner = reduction.stage is Stage.INNER_SUM
         self._end(reduction)
-        self._publish(reduction)
+        runs_beside = self.main_grad.start_hook()
+        # Only one stage after the inner sum runs beside the backward, which bounds the memory.
+        if runs_beside and is_inner:
+            reduction.stage, self._reduction = Stage.HOOK, reduction
+        else:
+            self._publish(reduction)
 
     def _end(self, reduction: Reduction) -> None:
         # End it before users' hooks run on the gradient: if one raises, no reduction is under way.

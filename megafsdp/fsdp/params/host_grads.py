@@ -24,6 +24,7 @@ from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, St
 from megafsdp.fsdp.params.group_buffers import GroupBuffers, LocalRows
 from megafsdp.fsdp.params.main_gradient import MainGradient
 from megafsdp.fsdp.params.model_gradients import ModelGradients
+from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 
 
@@ -99,6 +100,11 @@ class HostGradientReducer(GradientReducer):
         # that the host adds to it.
         self._copy: tuple[DBuffer, DBuffer] | None = None
         self._copied: torch.cuda.Event | None = None
+        self._hook: ReducedHook | None = None
+
+    def call_on_sums(self, hook: ReducedHook | None) -> None:
+        """Call a hook on each sum of all microbatches, on the device, before it is copied."""
+        self._hook = hook
 
     def is_left_over(self, *, is_final: bool) -> bool:
         """Return whether sums wait to be reduced, or wait on the device to be copied."""
@@ -135,6 +141,9 @@ class HostGradientReducer(GradientReducer):
             self._end(reduction)
             return
         is_outer = reduction.stage is Stage.OUTER_SUM
+        if self._hook is not None and self._sum is not None:
+            self._hook.start(self._sum.flat)
+            self._hook.finish()
         self._start_copy()
         reduction.stage = Stage.HOST_COPY
         # Only one stage after the inner sum runs beside the backward, which bounds the memory:

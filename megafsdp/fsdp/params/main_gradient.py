@@ -27,6 +27,7 @@ from megafsdp.buffer.dtensor.op_rules import YieldingClass
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like, wrapper_as
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
+from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.mesh.torch_private import set_local
 
 
@@ -140,6 +141,7 @@ class MainGradient:
         self._rows = rows
         self._new_buffer = new_buffer
         self.listener: EarlyStepListener | None = None
+        self.hook: ReducedHook | None = None
         # Published gradients own the buffer: a strong reference would outlive zero_grad().
         self._buffer: weakref.ref[DBuffer] | None = None
         self._published: list[weakref.ref[torch.Tensor] | None] = [None] * len(parameters)
@@ -149,6 +151,8 @@ class MainGradient:
         self._views: list[torch.Tensor] = []  # Views of the unpublished buffer.
         self._wrappers: list[Callable[[torch.Tensor], DTensor]] = []  # Made with the first views.
         self._before: list[torch.Tensor | None] = []  # .grad as prepare() found it.
+        # With a hook: a sum that is added to the buffer once the hook has changed it.
+        self._addend: DBuffer | None = None
         self._optimizer_may_start = False
 
     @property
@@ -171,6 +175,22 @@ class MainGradient:
         If the user has cleared every ``.grad``, a fresh buffer is made, so that references to the
         old gradients stay valid.
         """
+        buffer, is_accumulating = self._prepared()
+        if self.hook is None or not is_accumulating:
+            return buffer, is_accumulating
+        # The hook must not see the sums of earlier microbatches.
+        self._addend = self._new_buffer()
+        return self._addend, False
+
+    def start_hook(self) -> bool:
+        """Call the hook, if there is one, on the sum; return whether it runs on until publish."""
+        buffer = self._addend or self._unpublished
+        if self.hook is None or buffer is None:
+            return False
+        self.hook.start(buffer.flat)
+        return self.hook.runs_beside
+
+    def _prepared(self) -> tuple[DBuffer, bool]:
         grads = [p.grad for p in self.parameters]
         self._follow_user(grads)
         is_empty = self._states.count(_GradState.EMPTY) == len(grads) and not [
@@ -216,7 +236,7 @@ class MainGradient:
         moved = [i for i, grad in found if not self._is_published(i, grad)]
         if moved:
             # This makes a buffer if no backward has, and copies these gradients into it.
-            self.prepare()
+            self._prepared()
             for i in moved:
                 self._show(i)
             self._end_if_decided()
@@ -238,6 +258,12 @@ class MainGradient:
             optimizer_may_start: Whether the user said that the optimizer's step comes next.
         """
         self._optimizer_may_start = optimizer_may_start
+        if self.hook is not None:
+            self.hook.finish()
+        if self._addend is not None and self._unpublished is not None:
+            with torch.no_grad():
+                self._unpublished.flat.add_(self._addend.flat)
+        self._addend = None
         for i, parameter in enumerate(self.parameters):
             if not (parameter.requires_grad or used[i]):
                 continue  # Frozen: a gradient from before stays shown.
@@ -260,6 +286,7 @@ class MainGradient:
     def abort(self) -> None:
         """Drop the sums that are not published."""
         self._unpublished, self._views, self._before = None, [], []
+        self._addend = None
         published = _GradState.PUBLISHED
         self._states = [s if s is published else _GradState.EMPTY for s in self._states]
 
