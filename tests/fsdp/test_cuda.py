@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import (
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     clip_grad_norm_,
@@ -199,3 +200,32 @@ def _host_bits() -> None:
 def test_copies_beside_the_kernels_lose_nothing(ranks: Ranks) -> None:
     """Gradients of pinned parameters are those of parameters on the device, in every bit."""
     ranks(1, "nccl").run(_host_bits)
+
+
+def _hooked(options: dict[str, object]) -> None:
+    reference = Net().cuda()
+    net = shard(copy.deepcopy(reference), **options)
+    main, streams = torch.cuda.current_stream(), set()
+
+    def double(sums: torch.Tensor) -> None:
+        streams.add(torch.cuda.current_stream())
+        # Long after the next unit's backward, which would read or free what is not waited for.
+        torch.cuda._sleep(10_000_000)
+        sums.mul_(2)
+
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(double)
+    for batch in batches(3):
+        reference(*(t.cuda() for t in batch)).backward()
+        net(*(t.cuda() for t in mine(batch))).backward()
+    for parameter in reference.parameters():
+        parameter.grad *= 2
+    assert_same_grads(net, reference, rtol=1e-3, atol=1e-5)
+    assert len(streams) == 1 and main not in streams
+
+
+@pytest.mark.parametrize("name", ["zero-3", "zero-1", "zero-3 on the host"])
+def test_a_hook_on_sums_runs_beside_backward(ranks: Ranks, name: str) -> None:
+    """On a stream of its own, with no sum shown before its work is done."""
+    ranks(1, "nccl").run(_hooked, OPTIONS[name])
