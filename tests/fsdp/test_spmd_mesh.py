@@ -116,9 +116,8 @@ def _beside_one_process(shape: dict[str, int], dims: Dims, options: dict[str, ob
     [
         ({"dp": 2}, Dims(("dp",)), {}),
         ({"dp": 2, "tp": 2}, Dims(("dp",)), {}),
-        ({"dp": 2, "tp": 2}, Dims(("dp",)), {"strategy": "optim", "average": "token"}),
         ({"dp": 2, "tp": 2}, Dims((), ("dp",)), {}),
-        ({"tp": 2, "dp": 2}, Dims(("dp",)), {}),
+        ({"tp": 2, "dp": 2}, Dims(("dp",)), {"strategy": "optim", "average": "token"}),
         ({"dp": 2, "cp": 2}, Dims(("dp", "cp")), {}),
         ({"outer": 2, "dp": 2}, Dims(("dp",), ("outer",)), {}),
     ],
