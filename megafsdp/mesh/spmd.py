@@ -9,10 +9,15 @@ Torch calls it an *SPMD mesh*: parameters, activations and losses are DTensors o
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.errors import expected
 from megafsdp.mesh.dtensor import joined_mesh
@@ -61,6 +66,47 @@ class SpmdMesh:
         """Return the name of an axis of ``mesh``."""
         assert self.mesh.mesh_dim_names is not None, "checked by spmd_mesh_of()"
         return self.mesh.mesh_dim_names[axis]
+
+
+class SpmdParameter(DTensor):
+    """A gathered parameter on all axes.
+
+    Code that computes on its local tensor has a share of the batch there, so its gradient is an
+    addend on each data axis. :class:`DTensor` would call it replicated, as gradients are that it
+    has summed itself.
+
+    Attributes:
+        model_axis: The index of the model axis; None without one.
+    """
+
+    model_axis: int | None
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the local tensor; aliases. Unless given, gradients are partial on data axes."""
+        if grad_placements is None:
+            grad_placements = [
+                placement if axis == self.model_axis else Partial()
+                for axis, placement in enumerate(self.placements)
+            ]
+        return super().to_local(grad_placements=grad_placements)
+
+
+def as_spmd(parameter: DTensor, model_axis: int | None) -> SpmdParameter:
+    """Change the class of a DTensor on all axes, of which one may be a model axis."""
+    changed: Any = parameter
+    changed.__class__ = _spmd_class(model_axis)
+    return cast(SpmdParameter, changed)
+
+
+@functools.cache
+def _spmd_class(model_axis: int | None) -> type[SpmdParameter]:
+    """Return the class for a model axis: ``torch.compile`` reads it off the class alone."""
+
+    def unflatten(*description: Any) -> SpmdParameter:
+        return as_spmd(DTensor.__tensor_unflatten__(*description), model_axis)
+
+    own = {"model_axis": model_axis, "__tensor_unflatten__": staticmethod(unflatten)}
+    return type(SpmdParameter.__name__, (SpmdParameter,), own)
 
 
 def spmd_mesh_of(mesh: DeviceMesh | None, dims: DataParallelDims | None) -> SpmdMesh | None:

@@ -91,7 +91,9 @@ def _beside_one_process(shape: dict[str, int], dims: Dims, options: dict[str, ob
     divisor = 1 if options.get("average") == "token" else mesh.size() // shape.get("tp", 1)
     optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-2, eps=1e-5) for n in (reference, ours)]
     placements = [Replicate() if axis == "tp" else Shard(0) for axis in shape]
-    for batch in torch.randn(3, 8, 8, dtype=torch.float64):
+    # Over cp each rank has rows of one sequence, else sequences of a batch.
+    size = (8, 8) if "cp" in shape else (4, 8, 8)
+    for batch in torch.randn(3, *size, dtype=torch.float64):
         wanted = reference(batch).square().mean()
         wanted.backward()
         loss = ours(distribute_tensor(batch, mesh, placements)).square().mean()
@@ -160,7 +162,7 @@ def test_placements_and_gradients_are_those_of_fsdp2(ranks: Ranks, shape: dict[s
 
 
 class _OnLocal(nn.Module):
-    """A layer that computes on local tensors, whose gradients DTensor calls replicated."""
+    """A layer that computes on the local tensor of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,20 +174,23 @@ class _OnLocal(nn.Module):
         return x @ (weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
-def _on_local_tensors() -> None:
+def _on_local_tensors(is_compiled: bool) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     reference = _OnLocal()
     ours = _distribute(copy.deepcopy(reference), mesh)
     fully_shard(ours, mesh=mesh, dp_mesh_dims=Dims(("dp",)))
+    if is_compiled:
+        ours.compile(backend="aot_eager")
     x = torch.randn(2, 5, 6)
     reference(x).square().mean().backward()
     ours(x[dist.get_rank()]).square().mean().backward()
     torch.testing.assert_close(full_tensor(ours.weight.grad), reference.weight.grad)
 
 
-def test_gradients_of_local_tensors_are_addends(ranks: Ranks) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradients_of_local_tensors_are_addends(ranks: Ranks, is_compiled: bool) -> None:
     """Each rank computes on its share of the batch; the mean is over ranks, as in FSDP2."""
-    ranks(2).run(_on_local_tensors)
+    ranks(2).run(_on_local_tensors, is_compiled)
 
 
 def _saved(folder: Path) -> None:

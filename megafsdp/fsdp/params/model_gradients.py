@@ -60,16 +60,9 @@ class ModelGradients:
         assert wanted.form is not None, "its parameter is a DTensor"
         placements, once = list(grad.placements), []
         for axis, placement in enumerate(grad.placements):
-            if axis == wanted.form.model_axis:
-                if not wanted.is_summed:
-                    placements[axis] = wanted.form.placements[axis]
-                    continue
-                is_addend = placement == Partial()
-            else:
-                # Layers that compute on local tensors call their addends replicated, and FSDP2
-                # takes them as addends.
-                is_addend = placement in (Partial(), Replicate())
-            if not is_addend:
+            if axis == wanted.form.model_axis and not wanted.is_summed:
+                placements[axis] = wanted.form.placements[axis]
+            elif placement != Partial():
                 placements[axis] = Replicate()
                 once.append(axis)
         if tuple(placements) != grad.placements:

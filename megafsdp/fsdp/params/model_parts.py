@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from megafsdp.mesh.annotation import annotation_of, copy_annotation
 from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from megafsdp.mesh.parallel_dims import TP
-from megafsdp.mesh.spmd import SpmdMesh
+from megafsdp.mesh.spmd import SpmdMesh, as_spmd
 from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
@@ -71,11 +72,15 @@ class ModelPlacement:
     form: DTensorForm | None = None
     is_summed: bool = False
 
-    def face(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the form of the gathered part that forward and backward see; aliases it."""
+    def unsharded(self, full: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Return the gathered part as the parameter that forward and backward see; aliases it."""
         if self.form is None:
-            return full
-        return wrap_part(full, self.form.mesh, self.form.placements, self.part.shape)
+            return nn.Parameter(full, requires_grad=requires_grad)
+        wrapped = wrap_part(full, self.form.mesh, self.form.placements, self.part.shape)
+        parameter: Any = nn.Parameter(wrapped, requires_grad=requires_grad)
+        if self.form.mesh != self.mesh:
+            as_spmd(parameter, self.form.model_axis)
+        return cast(nn.Parameter, parameter)
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -405,8 +405,7 @@ class ParameterGroup:
         shape = torch.Size(parameter.spec.shape)
         full = self.compute_weight.assemble(index, shape, parameter.name, local)
         parameter.sharded = sharded
-        face = parameter.model.face(full)
-        parameter.unsharded = nn.Parameter(face, requires_grad=original.requires_grad)
+        parameter.unsharded = parameter.model.unsharded(full, requires_grad=original.requires_grad)
         # Forwards read the attributes too. Those that a quantized weight has itself stay unchanged.
         for name, value in marks.items():
             vars(parameter.unsharded).setdefault(name, value)

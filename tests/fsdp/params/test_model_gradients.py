@@ -59,6 +59,32 @@ def test_an_addend_counts_once_however_autograd_left_it(ranks: Ranks) -> None:
     ranks(2).run(_addends)
 
 
+def _addends_on_all_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    data, tp = mesh.get_local_rank("data"), mesh.get_local_rank("tp")
+    value = torch.arange(8.0).view(4, 2)
+    form = DTensorForm(mesh, (Replicate(), Shard(0)), model_axis=1)
+    axis = ModelGradients(mesh["tp"], [ModelPlacement(part_of((4, 2), 0, 2, tp), mesh["tp"], form)])
+    own = value[2 * tp : 2 * tp + 2]
+    share = 0.75 if data else 0.25
+    grads = [
+        DTensor.from_local(own * share, mesh, [Partial(), Shard(0)]),
+        DTensor.from_local(value * share / 2, mesh, [Partial(), Partial()]),
+        distribute_tensor(value, mesh, [Replicate(), Shard(0)]),
+        distribute_tensor(value, mesh, [Shard(1), Shard(0)]),
+        distribute_tensor(value, mesh, [Shard(0), Replicate()]),
+    ]
+    for grad in grads:
+        addend = axis.addend(0, grad).clone()
+        dist.all_reduce(addend, group=mesh.get_group("data"))
+        assert torch.equal(addend, own), grad.placements
+
+
+def test_an_addend_on_all_axes_counts_once(ranks: Ranks) -> None:
+    """DTensor sums some gradients over data axes itself, and cuts others along them."""
+    ranks(4).run(_addends_on_all_axes)
+
+
 class Scaled(nn.Module):
     """A matrix that tp cuts, and vectors that all of its ranks have; each rank sees own rows of x.
 
