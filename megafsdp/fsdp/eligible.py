@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import nn
 
 from megafsdp.errors import expected, listed
+from megafsdp.fsdp.params.packed import is_packed
 from megafsdp.fsdp.params.parameter_group import ManagedParameter
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy, Quantization
 from megafsdp.mesh.annotation import annotation_of
@@ -57,6 +58,8 @@ def quantization_of(item: Candidate, policy: MixedPrecisionPolicy) -> Quantizati
 
 
 def _reason_to_keep(item: Candidate, recipe: QuantizationRecipe) -> str:
+    if is_packed(item.parameter):
+        return "packed by its own class"
     if not _is_linear_weight(item):
         return _NOT_LINEAR
     if item.is_kept_unquantized:

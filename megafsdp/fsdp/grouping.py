@@ -32,6 +32,7 @@ from megafsdp.fsdp.division import Division
 from megafsdp.fsdp.eligible import check_quantization, quantization_of
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.packed import check_devices, is_packed
 from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
@@ -232,8 +233,9 @@ def find_parameters(
             outer unit was made first), or has gradient hooks that its sharded form would not have.
             Or a name in the policy matches only parameters of inner units, which have another
             policy.
-        NotImplementedError: A parameter is of a subclass other than DTensor, complex, or
-            floating-point of 8 bits, or of a module that ``torch.jit`` has compiled.
+        NotImplementedError: A parameter is of a subclass (other than DTensor, and frozen ones that
+            are packed), complex, or floating-point of 8 bits, or of a module that ``torch.jit`` has
+            compiled.
     """
     ignored_ids = _ids_of(ignored)
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
@@ -279,7 +281,7 @@ def group_parameters(
         # Whole if it has no rows to cut. The last rank of the model axis has the smallest part:
         # all ranks look at that one, or their groups and collectives would differ.
         is_whole = parameter.ndim == 0 or part.of_rank(part.num_ranks - 1).local_numel == 0
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not is_packed(parameter):
             grad = policy.grad_dtype(parameter.dtype)
             dtypes = GroupDtypes(
                 compute=policy.compute_dtype(
@@ -290,8 +292,10 @@ def group_parameters(
                 reduce=policy.reduce_dtype or grad,
             )
         else:
-            # Integers have no gradient to reduce: all four dtypes are the parameter's own.
-            dtypes, is_whole = GroupDtypes(*[parameter.dtype] * 4), True
+            # Neither integers nor packed bits, of which a cast would change the NaN, have a
+            # gradient to reduce: all four dtypes are the parameter's own.
+            dtypes = GroupDtypes(*[parameter.dtype] * 4)
+            is_whole |= not parameter.is_floating_point()
         key = GroupKey(
             dtypes,
             parameter.requires_grad,
@@ -314,10 +318,11 @@ def build_groups(
     """Make the parameter groups of a unit; local, except to make process groups on first use.
 
     Raises:
-        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters, or weights to quantize
-            are of a dtype that no format takes.
+        ValueError: A ``weight_mesh`` lacks ranks that divide its parameters, weights to quantize
+            are of a dtype that no format takes, or packed weights are not on the mesh's device.
         NotImplementedError: Weights to quantize are to live on the host.
     """
+    check_devices({item.record.name: item.parameter for item in found}, division.mesh.device_type)
     check_quantization(found, policy, memory.offload)
     groups = group_parameters(found, policy)
     axes = [_axes_of(key, items[0].record.name, division) for key, items in groups.items()]
@@ -432,8 +437,8 @@ def _check(name: str, parameter: nn.Parameter) -> None:
                 hint="Call register_post_accumulate_grad_hook() after fully_shard()",
             )
         )
-    # A parameter over a flat buffer has neither the subclass's operations nor its attributes.
-    if type(parameter) not in (nn.Parameter, DTensor):
+    # A parameter over a flat buffer has none of the subclass's operations.
+    if type(parameter) not in (nn.Parameter, DTensor) and not is_packed(parameter):
         cls = type(parameter)
         hint = "Name it in ignored_params, which leaves it whole on every rank, or convert or "
         hint += "quantize after training"
