@@ -445,7 +445,8 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         if hasattr(cls, "fsdp_pre_all_gather"):
             hint = "Its hooks for FSDP2's gathers are not called: convert without them (torchao: "
             hint += "enable_fsdp_float8_all_gather=False). MixedPrecisionPolicy(recipe="
-            hint += "'fp8_current') gathers FP8 codes"
+            hint += "'fp8_current') gathers FP8 codes. A frozen weight, such as torchao's NF4, may "
+            hint += "be named in ignored_params, which leaves it whole on every rank"
         if nn.parameter.is_lazy(parameter):
             hint = "Run a forward of the lazy module first, which gives it a shape"
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""torchao's layers for training in FP8 and for quantization-aware training, as units' layers."""
+"""torchao's layers for training in FP8, for quantization-aware training, and of frozen codes."""
 
 from __future__ import annotations
 
@@ -100,3 +100,54 @@ def _gathers_of_codes() -> None:
 def test_weights_with_gathers_of_their_own_are_refused(ranks: Ranks) -> None:
     """By the parameter's name, with the recipe that gathers codes."""
     ranks(2).run(_gathers_of_codes)
+
+
+def _in_nf4(net: nn.Module) -> None:
+    from torchao.quantization import NF4Tensor
+
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            weight = NF4Tensor.from_tensor(module.weight.detach(), 64, 32)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _in_int8(net: nn.Module) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(net.requires_grad_(False), Int8WeightOnlyConfig())
+
+
+class Adapted(nn.Module):
+    """A frozen block, whose weights are codes, beside a trained one."""
+
+    def __init__(self, convert: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.trained = Block(), Block()
+        convert(self.frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the last dim, through the frozen block last."""
+        return self.frozen(self.trained(x))
+
+
+def _trains_beside_codes(convert: Callable[[nn.Module], None]) -> None:
+    reference, net = Adapted(convert), Adapted(convert)
+    with pytest.raises(NotImplementedError, match=r"'frozen.up.weight'.*in ignored_params"):
+        fully_shard(net)
+    ignored = {p for p in net.frozen.parameters() if type(p) is not nn.Parameter}
+    assert len(ignored) == 2
+    fully_shard(net, ignored_params=ignored)
+    batch = torch.randn(dist.get_world_size(), 4, WIDTH)
+    for part in batch:
+        (reference(part).square().mean() / len(batch)).backward()
+    net(batch[dist.get_rank()]).square().mean().backward()
+    assert_same_grads(net, reference, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("convert", [_in_nf4, _in_int8])
+def test_frozen_codes_train_others_as_ignored_parameters(
+    ranks: Ranks, convert: Callable[[nn.Module], None]
+) -> None:
+    """They are refused by name, with this cure; their gathers for FSDP2 are not called."""
+    ranks(2).run(_trains_beside_codes, convert)
