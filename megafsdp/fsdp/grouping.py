@@ -2,7 +2,7 @@
 
 A unit owns the parameters below its modules that no unit below it owns. They are grouped by dtypes,
 by whether they require a gradient, by the meshes that divide them, and by whether they can be cut
-at all: parameters without dimensions or elements, and frozen integers, are whole on every rank.
+at all: parameters without dimensions or elements, and plain integers, are whole on every rank.
 Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32 and have groups of their
 own, and so have weights that a recipe quantizes.
 
@@ -281,7 +281,8 @@ def group_parameters(
         # Whole if it has no rows to cut. The last rank of the model axis has the smallest part:
         # all ranks look at that one, or their groups and collectives would differ.
         is_whole = parameter.ndim == 0 or part.of_rank(part.num_ranks - 1).local_numel == 0
-        if parameter.is_floating_point() and not is_packed(parameter):
+        has_bits = is_packed(parameter)
+        if parameter.is_floating_point() and not has_bits:
             grad = policy.grad_dtype(parameter.dtype)
             dtypes = GroupDtypes(
                 compute=policy.compute_dtype(
@@ -295,7 +296,7 @@ def group_parameters(
             # Neither integers nor packed bits, of which a cast would change the NaN, have a
             # gradient to reduce: all four dtypes are the parameter's own.
             dtypes = GroupDtypes(*[parameter.dtype] * 4)
-            is_whole |= not parameter.is_floating_point()
+            is_whole |= not has_bits
         key = GroupKey(
             dtypes,
             parameter.requires_grad,

@@ -121,9 +121,8 @@ def _dtypes() -> None:
         assert torch.equal(_bits(layer.weight.full_tensor()), _bits(_net(storage)[0].weight))
         group = group_of(layer.weight)
         assert set(vars(group.dtypes).values()) == {storage}
-        # Integers are whole on every rank.
-        num_parts = 2 if storage.is_floating_point else 1
-        assert layer.weight.to_local().numel() * num_parts == layer.weight.numel()
+        # Integers too, which are whole on every rank if they are not packed.
+        assert layer.weight.to_local().numel() * 2 == layer.weight.numel()
 
 
 def test_no_policy_casts_or_quantizes_packed_weights(ranks: Ranks) -> None:
