@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafsdp import fully_shard, fully_shard_model
+from megafsdp import checkpoint, fully_shard, fully_shard_model
 from megafsdp.fsdp.keywords import StrategyChoice
 from tests.fsdp.toy import adamw, assert_same_grads, full_tensors
 from tests.ranks import Ranks
@@ -120,9 +121,9 @@ def _in_int8(net: nn.Module) -> None:
 class Adapted(nn.Module):
     """A frozen block, whose weights are codes, beside a trained one."""
 
-    def __init__(self, convert: Callable[[nn.Module], None]) -> None:
+    def __init__(self, convert: Callable[[nn.Module], None], seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.frozen, self.trained = Block(), Block()
         convert(self.frozen)
 
@@ -131,7 +132,7 @@ class Adapted(nn.Module):
         return self.frozen(self.trained(x))
 
 
-def _trains_beside_codes(convert: Callable[[nn.Module], None]) -> None:
+def _trains_beside_codes(convert: Callable[[nn.Module], None], directory: Path) -> None:
     reference, net = Adapted(convert), Adapted(convert)
     with pytest.raises(NotImplementedError, match=r"'frozen.up.weight'.*in ignored_params"):
         fully_shard(net)
@@ -143,11 +144,16 @@ def _trains_beside_codes(convert: Callable[[nn.Module], None]) -> None:
         (reference(part).square().mean() / len(batch)).backward()
     net(batch[dist.get_rank()]).square().mean().backward()
     assert_same_grads(net, reference, rtol=0, atol=0)
+    other = Adapted(convert, seed=1)
+    assert not torch.equal(other(batch[0]), reference(batch[0]))
+    checkpoint.save(directory, step=1, model=net)
+    checkpoint.load(directory, model=other)
+    assert torch.equal(other(batch[0]), reference(batch[0]))
 
 
 @pytest.mark.parametrize("convert", [_in_nf4, _in_int8])
 def test_frozen_codes_train_others_as_ignored_parameters(
-    ranks: Ranks, convert: Callable[[nn.Module], None]
+    ranks: Ranks, convert: Callable[[nn.Module], None], tmp_path: Path
 ) -> None:
     """They are refused by name, with this cure; their gathers for FSDP2 are not called."""
-    ranks(2).run(_trains_beside_codes, convert)
+    ranks(2).run(_trains_beside_codes, convert, tmp_path)

@@ -56,6 +56,14 @@ class HasCanonicalState(Protocol):
         """Accept loaded states, which are in ``state``, and a loaded weight; local."""
 
 
+@runtime_checkable
+class HasInnerTensors(Protocol):
+    """A tensor without memory of its own, such as weights that torchao has quantized."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        """Return the names of its inner tensors, and what else it needs; torch's own protocol."""
+
+
 @dataclass(frozen=True, slots=True)
 class CanonicalState:
     """State by key, sharded as it is.
@@ -150,7 +158,8 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         form = stored_form(name, parameter).as_in(stored, "model.")
         if len(keys_by_parameter.get(parameter, form.parts)) < len(form.parts):
             form = form.undivided()
-        keys = [f"model.{part}" for part in form.parts]
+        inner = _inner_tensors(parameter)
+        keys = [f"model.{part}" for part in [f"{name}.{i}" for i in inner] or form.parts]
         for key in keys:
             _require_new(key, state)
         state.note_ranks(keys, form)
@@ -165,7 +174,7 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         keys_by_parameter[parameter] = keys
         # A quantized parameter is stored as its fp32 weight; the codes are derived from it.
         weight = main_weight_of(parameter)
-        pieces = form.pieces(parameter if weight is None else weight)
+        pieces = list(inner.values()) or form.pieces(parameter if weight is None else weight)
         state.tensors.update(zip(keys, pieces, strict=True))
         if form.grouping is not None:
             state.fused[keys[0]] = form.grouping
@@ -178,6 +187,22 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         state.rank_zero.add(key)
     state.objects.update(_plain_extra_states(model))
     return state
+
+
+def _inner_tensors(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors in which a parameter has its values, by name; empty if in itself."""
+    if (
+        not isinstance(parameter, HasInnerTensors)
+        or isinstance(parameter, DTensor)
+        or main_weight_of(parameter) is not None
+    ):
+        return {}
+    found = {}
+    for name in parameter.__tensor_flatten__()[0]:
+        tensor = getattr(parameter, name)
+        nested = {f"{name}.{key}": inner for key, inner in _inner_tensors(tensor).items()}
+        found.update(nested or {name: tensor})
+    return found
 
 
 def optimizer_state(
