@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from megafsdp.errors import expected, listed
+from megafsdp.mesh.torch_private import attributes_of
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
@@ -30,10 +30,13 @@ def is_packed(parameter: nn.Parameter) -> bool:
     return has_memory and (dtype.is_floating_point or not dtype.is_signed)
 
 
-def keep_class(original: nn.Parameter, unsharded: nn.Parameter) -> None:
-    """Give the parameter that forwards read the class of a user's, if that is packed."""
+def keep_class_and_attributes(original: nn.Parameter, unsharded: nn.Parameter) -> None:
+    """Give the parameter that forwards read the attributes of a user's; its class if packed."""
     if is_packed(original):
         unsharded.__class__ = type(original)  # type: ignore[assignment]
+    # Those that a quantized weight has itself stay unchanged.
+    for name, value in attributes_of(original).items():
+        vars(unsharded).setdefault(name, value)
 
 
 def check_devices(parameters: Mapping[str, nn.Parameter], device_type: str) -> None:

@@ -64,7 +64,7 @@ from megafsdp.fsdp.params.host_params import HostWeight
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_gradients import ModelGradients
 from megafsdp.fsdp.params.model_parts import ModelPlacement
-from megafsdp.fsdp.params.packed import is_packed, keep_class
+from megafsdp.fsdp.params.packed import is_packed, keep_class_and_attributes
 from megafsdp.fsdp.params.policy import Quantization, Strategy
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
@@ -393,9 +393,8 @@ class ParameterGroup:
             sharded.__class__ = ReplicatedParameter  # type: ignore[assignment]
         # Users and models set attributes on parameters, for example for weight decay. Those of
         # packed ones, such as scales, describe the whole: layers would add them to state dicts.
-        marks = attributes_of(original)
         if not is_packed(original):
-            vars(sharded).update(marks)
+            vars(sharded).update(attributes_of(original))
         tie_to_group(sharded, self)
         if original.is_meta:
             mark_unwritten(sharded, is_meta=True)
@@ -408,10 +407,7 @@ class ParameterGroup:
         full = self.compute_weight.assemble(index, shape, parameter.name, local)
         parameter.sharded = sharded
         parameter.unsharded = parameter.model.unsharded(full, requires_grad=original.requires_grad)
-        keep_class(original, parameter.unsharded)
-        # Forwards read the attributes too. Those that a quantized weight has itself stay unchanged.
-        for name, value in marks.items():
-            vars(parameter.unsharded).setdefault(name, value)
+        keep_class_and_attributes(original, parameter.unsharded)
 
     def _as_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """Wrap this rank's rows of the main weight as the sharded parameter ``index``."""
