@@ -180,7 +180,9 @@ def _pass_many_experts(dtype: torch.dtype, is_cut: bool) -> list[Tensor]:
     grad = torch.randn(20, 8, generator=generator)
     own = [t.chunk(2)[group.rank()] if is_cut else t for t in (experts, x, weights, grad)]
     experts, x, weights, grad = own
-    x, weights = (t.to(dtype).requires_grad_() for t in (x, weights))
+    x = x.to(dtype).requires_grad_()
+    # As routers give them: wider than tokens of 16 bits.
+    weights = weights.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     dispatched = dispatch(x, experts, weights, num_experts, group if is_cut else None)
     out = combine(dispatched.rows_RH * 0.5, dispatched)
     out.backward(grad.to(dtype))

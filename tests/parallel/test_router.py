@@ -157,6 +157,19 @@ def test_the_auxiliary_gradient_is_that_of_transformers() -> None:
     torch.testing.assert_close(_aux_gradient(1), wanted, rtol=1e-5, atol=1e-8)
 
 
+def test_padding_has_no_part_in_loads_and_their_loss() -> None:
+    """Loads, scores and the auxiliary gradient are those of the tokens without it."""
+    found = []
+    for num_padding in (0, 3):
+        router = _router(balance="aux_loss", aux_loss_coefficient=0.3)
+        x = torch.cat((_tokens(12), _tokens(num_padding)))
+        weights, _ = router(x, RoutedBatch(torch.arange(len(x)) >= 12))
+        (0.0 * weights).sum().backward()
+        found.append((router.load_E, router.score_E, router.weight.grad))
+    for wanted, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_the_auxiliary_gradient_is_that_of_the_whole_batch(ranks: Ranks) -> None:
     """The mean over data ranks, with the loads of all of them."""
     found = ranks(2).run(_aux_gradient, 2)
