@@ -165,11 +165,23 @@ def _cut_experts(tp: int, ep: int) -> None:
             assert parameter.shape == whole.shape
             own = whole.chunk(2)[meshes.ep.get_local_rank()]
             assert torch.equal(local_of(parameter), own)
+    if ep == 1:
+        return
+    assert meshes.ep is not None
+    rank, x, loads = meshes.ep.get_local_rank(), torch.randn(5, 8), torch.tensor([2, 3])
+    layer(x, loads).square().sum().backward()
+    # The whole stack computes the same if no other expert gets a row.
+    wanted(x, F.pad(loads, (2 * rank, 2 - 2 * rank))).square().sum().backward()
+    for name, whole in wanted.named_parameters():
+        grad = layer.get_parameter(name).grad
+        assert isinstance(grad, DTensor) and grad.placements == (Shard(0),)
+        assert whole.grad is not None and grad.shape == whole.shape
+        assert torch.equal(local_of(grad), whole.grad.chunk(2)[rank]) and whole.grad.any()
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 2), (2, 2), (2, 1)])
 def test_ep_gives_each_rank_its_experts_of_a_whole_draw(ranks: Ranks, tp: int, ep: int) -> None:
-    """Values are those of one process, at once and from the meta device; tp cuts no expert."""
+    """Values and gradients are those of one process, also from the meta device; tp cuts none."""
     ranks(2).run(_cut_experts, tp, ep)
 
 
