@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import megafsdp
 from megafsdp import full_state_dict, megatron
 from megafsdp.fsdp.runtime.unit import units_below
+from megafsdp.mesh.annotation import FusedParts, annotate, annotation_of
 from tests.fsdp.toy import Block, Net, assert_same_grads, batches, mine
 from tests.ranks import Ranks
 
@@ -164,6 +166,9 @@ def test_every_keyword_is_translated(ranks: Ranks) -> None:
     assert ranks(4).run(_translated)[0] > 20
 
 
+_FUSED = FusedParts(("gate", "up"), (2, 2), dim=1)
+
+
 class _Expert(nn.Module):
     """A block whose rows are named as an expert's; a shared one's are not."""
 
@@ -174,6 +179,7 @@ class _Expert(nn.Module):
         rows = torch.full((4, 4), float(dist.get_rank()))
         part = DTensor.from_local(rows, expert_mesh["ep"], [Shard(0)])
         self.experts[0].weight = nn.Parameter(part)
+        annotate(self.experts[0].weight, fused=_FUSED)
 
 
 def _group_of_other_ranks() -> None:
@@ -207,11 +213,12 @@ def _experts_by_name() -> list[bool]:
     model = megatron.fully_shard_model(_Expert(experts), **keywords)
     rows = model.experts[0].weight.detach().to_local()
     assert torch.equal(rows, torch.full((4, 4), float(dist.get_rank())))
+    assert annotation_of(model.experts[0].weight).fused == _FUSED
     return [group.axes.is_expert for unit in units_below([model]).values() for group in unit.groups]
 
 
 def test_experts_are_known_by_their_names(ranks: Ranks) -> None:
-    """With a mesh of experts: each rank keeps its own, and no marks are needed."""
+    """With a mesh of experts: each rank keeps its own, and no marks are needed; others stay."""
     assert [sorted(found) for found in ranks(2).run(_experts_by_name)] == [[False, True]] * 2
 
 
@@ -280,6 +287,31 @@ def _both_at_once() -> None:
 def test_an_optimizer_gets_the_sharded_parameters_in_its_groups(ranks: Ranks) -> None:
     """fully_shard() shards both; groups and their options stay."""
     ranks(2).run(_both_at_once)
+
+
+def _states_before_a_step(kind: Any, prepares: bool) -> tuple[bool, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger, net = logging.getLogger("megafsdp.megatron"), Net()
+    logger.addHandler(handler)
+    try:
+        _, optimizer = megatron.fully_shard(
+            net, kind(net.parameters()), preproc_state_dict_for_dcp_ckpt=prepares
+        )
+    finally:
+        logger.removeHandler(handler)
+    assert len(optimizer.state) in (0, len(list(net.parameters())))
+    return bool(optimizer.state), lines
+
+
+def test_an_optimizer_gets_the_states_of_its_first_step(ranks: Ranks) -> None:
+    """Unless it shall not; where they are not known, a warning says so."""
+    pool = ranks(1)
+    assert pool.run(_states_before_a_step, torch.optim.AdamW, True) == [(True, [])]
+    assert pool.run(_states_before_a_step, torch.optim.AdamW, False) == [(False, [])]
+    ((has_states, (line,)),) = pool.run(_states_before_a_step, torch.optim.ASGD, True)
+    assert not has_states and "torch.optim.asgd.ASGD" in line
 
 
 def _bad_optimizers() -> None:
