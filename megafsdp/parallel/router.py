@@ -169,7 +169,7 @@ class Router(ParallelModule):
         # A recomputation would count the tokens of its forward again.
         if not is_recomputed:
             self._count(load_E, _without_padding(score_NE.detach(), batch))
-        if self.balance == "aux_loss" and score_NE.requires_grad:
+        if self.balance == "aux_loss":
             weights_NK = _add_auxiliary_loss(weights_NK, score_NE, load_E, self, batch)
         return weights_NK, experts_NK
 
@@ -344,7 +344,7 @@ def end_router_step(model: nn.Module, *, found_inf: Tensor | bool = False) -> No
     """
     routers = _routers(model)
     biased = [router for router in routers if router.expert_bias is not None]
-    if biased and found_inf is not True:
+    if biased:
         is_taken = found_inf == 0
         for router, (load,) in zip(
             biased, _summed([[_or_zeros(r, r.load_E)] for r in biased]), strict=True

@@ -226,18 +226,20 @@ def _operators(layer: nn.Module, x: Tensor) -> list[str]:
         (lambda: Linear(_H, _F, bias=False), lambda: nn.Linear(_H, _F, bias=False), _H),
         (lambda: OutputLayer(_H, _V), lambda: nn.Linear(_H, _V, bias=False), _H),
         (lambda: VocabParallelEmbedding(_V, _H), lambda: nn.Embedding(_V, _H), 0),
-        (lambda: RMSNorm(_H), lambda: nn.RMSNorm(_H), _H),
-        (lambda: LayerNorm(_H), lambda: nn.LayerNorm(_H), _H),
+        (lambda: RMSNorm(_H, 0.5), lambda: nn.RMSNorm(_H, 0.5), _H),
+        (lambda: LayerNorm(_H, 0.5), lambda: nn.LayerNorm(_H, 0.5), _H),
     ],
 )
 def test_without_tp_a_layer_issues_the_operators_of_torchs(
     layer: Any, plain: Any, x: int, is_cut: bool
 ) -> None:
     """Forward and backward, operator by operator: no detour for a mesh that is not there."""
-    made = layer()
+    made, torchs = layer(), plain()
     made.sequence_parallel = is_cut
     given = torch.randn(_B, _T, x) if x else torch.randint(0, _V, (_B, _T))
-    assert _operators(made, given) == _operators(plain(), given)
+    torchs.load_state_dict(made.state_dict())
+    assert torch.equal(made(given), torchs(given))
+    assert _operators(made, given) == _operators(torchs, given)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -108,9 +109,12 @@ def test_backward_reads_the_weight_gathered_again(ranks: Ranks) -> None:
 def _grad_placements() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for placement in (Shard(0), Shard(1), Replicate()):
-        for is_sum in (False, True) if placement == Replicate() else (False,):
+        sums = (False, True) if placement == Replicate() else (False,)
+        for is_sum, is_coded in itertools.product(sums, (False, True)):
             own = DTensor.from_local(torch.ones(2, 2), mesh, [placement], run_check=False)
             weight = nn.Parameter(own)
+            if is_coded:
+                weight._local_tensor = torch.ones(2, 2).as_subclass(_Coded)  # type: ignore[attr-defined]
             factor = mesh.get_local_rank() + 1 if is_sum else 3
             (localized(weight, sums_over_tp=is_sum) * factor).sum().backward()
             assert isinstance(weight.grad, DTensor)
