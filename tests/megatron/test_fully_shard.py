@@ -133,9 +133,11 @@ def _cases(mesh: DeviceMesh) -> list[tuple[Keywords, Keywords]]:
                 overlap_param_gather=False,
                 overlap_grad_reduce=True,
                 main_grads_dtype=torch.bfloat16,
+                nccl_ub=True,
             ).keywords(),
             {
                 "prefetch": 0,
+                "nccl_user_buffers": True,
                 "mp_policy": megafsdp.MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16),
             },
         ),
@@ -224,7 +226,9 @@ def test_experts_are_known_by_their_names(ranks: Ranks) -> None:
 
 def _main_weights_in_the_models_dtype() -> list[torch.dtype]:
     policy = OWN_DTYPE
-    model = megatron.fully_shard_model(Net().bfloat16(), mixed_precision_policy=policy)
+    net = Net().bfloat16()
+    net.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    model = megatron.fully_shard_model(net, mixed_precision_policy=policy)
     # Without classes of units the model is one.
     assert len(units_below([model])) == 1
     return sorted({p.dtype for p in model.parameters()}, key=str)
@@ -232,7 +236,8 @@ def _main_weights_in_the_models_dtype() -> list[torch.dtype]:
 
 def test_main_weights_may_have_the_models_dtype(ranks: Ranks) -> None:
     """None as main_params_dtype means it."""
-    assert ranks(2).run(_main_weights_in_the_models_dtype) == [[torch.bfloat16]] * 2
+    found = ranks(2).run(_main_weights_in_the_models_dtype)
+    assert found == [[torch.bfloat16, torch.int64]] * 2
 
 
 def _meta() -> dict[str, torch.Tensor]:
@@ -394,10 +399,21 @@ def _bad_meshes() -> None:
     by_name.experts = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"experts\.0\.weight.*ParallelDims\.build"):
         megatron.fully_shard_model(by_name, mesh["outer"], expt_device_mesh=mesh["inner"])
+    # Without a mesh of experts a name means nothing.
+    plain = nn.Sequential()
+    plain.experts = nn.Sequential(nn.Linear(2, 2))
+    megatron.fully_shard_model(plain, mesh["outer"])
+    assert not any(annotation_of(parameter).is_expert for parameter in plain.parameters())
     with pytest.raises(ValueError, match=r"a module named 'experts'.*leave expt_device_mesh out"):
         megatron.fully_shard_model(Net(), mesh["outer"], expt_device_mesh=mesh["outer"])
-    # Megatron-core marks parameters so for one rank of tensor parallelism too.
+    # Megatron-core marks parameters so for one rank of tensor parallelism too, and a program may
+    # mark DTensors.
     megatron.fully_shard_model(cut, device_mesh=mesh, dp_shard_dim="outer", tp_dim="inner")
+    marked, own = Net(), DTensor.from_local(torch.ones(8, 8), mesh["outer"], [Shard(0)])
+    marked.head = nn.Linear(8, 16, bias=False)
+    marked.head.weight = nn.Parameter(own)
+    marked.head.weight.tensor_model_parallel = True
+    megatron.fully_shard_model(marked, device_mesh=mesh, dp_shard_dim="inner", tp_dim="outer")
 
 
 def test_axes_groups_and_values_that_do_not_fit_are_refused(ranks: Ranks) -> None:
