@@ -498,7 +498,8 @@ def test_a_number_of_the_device_comes_over_the_link() -> None:
     """After what is queued, and as it was then; a number of the host is there at once."""
     link = _LateLink()
     assert DeferredScalar(0.5, link).is_there and DeferredScalar(0.5, link).value() == 0.5
-    source = torch.tensor(3.0)
+    # In fp64, as factors are: a cast of another dtype would be a copy anyway.
+    source = torch.tensor(3.0, dtype=torch.float64)
     late = DeferredScalar(source, link)
     source.zero_()
     assert link.num_fences == 1 and not late.is_there
@@ -526,10 +527,15 @@ def test_the_guess_of_a_step_is_made_of_the_last() -> None:
     forecaster.note_step(torch.tensor(0.7), torch.tensor(4.0), link)
     guess = forecaster.forecast(1.0)
     assert guess is not None and guess.scale == 0.25
+    # A step that is skipped says nothing about later ones.
+    for norm in (math.inf, math.nan):
+        forecaster.note_step(torch.tensor(norm), None, link)
+        assert forecaster.forecast(1.0) is not None
     forecaster.note_step(torch.tensor(5.0), None, link)
     assert forecaster.forecast(1.0) is None
     assert forecaster.forecast(2.0) is not None
     assert Forecaster(speculate=False).forecast(1.0) is None
+    assert Forecaster("auto").forecast(math.inf) is not None
     link.close()
 
 
