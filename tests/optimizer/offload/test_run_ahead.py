@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megafsdp import FusedAdam, LossScaler, ScaleRule, clip_grad_norm_, full_tensor, microbatch
+from megafsdp import (
+    FusedAdam,
+    LossScaler,
+    ScaleRule,
+    clip_grad_norm_,
+    full_tensor,
+    mark_main_weights_changed,
+    microbatch,
+)
 from megafsdp._native import native_module
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device.host_copies import Copies, ThreadLink, Transfer
@@ -127,6 +135,12 @@ def _edits_weights(net: Net, optimizer: FusedAdam) -> None:
             parameter.mul_(0.5)
 
 
+def _edits_rows_of_weights(net: Net, optimizer: FusedAdam) -> None:
+    for parameter in net.parameters():
+        local_tensor(parameter).mul_(0.5)
+    mark_main_weights_changed(net)
+
+
 def _loads_states(net: Net, optimizer: FusedAdam) -> None:
     packed = optimizer.state_dict()
     for state in packed["state"].values():
@@ -183,6 +197,7 @@ _CHANGES = {
         _doubles_rate,
         _loads_weights,
         _edits_weights,
+        _edits_rows_of_weights,
         _loads_states,
         _edits_states,
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megafsdp import (
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.optimizer.offload.placement import groups_of
+from megafsdp.optimizer.offload.torch_optimizer import TorchBucketStep
 from tests.fsdp.toy import Net, batches, mine
 from tests.optimizer.offload.hybrid_runs import Case, assert_same, backward, local_bits, make_net
 from tests.ranks import RankPool
@@ -121,6 +123,37 @@ def _follows_groups(kind: str) -> None:
 def test_parameters_that_change_groups_take_their_rates(ranks: Ranks, kind: str) -> None:
     """Moved to another group and to a new one, and those of a group that was dropped."""
     ranks(2).run(_follows_groups, kind)
+
+
+def _fills_its_rate() -> None:
+    nets = make_net(_SMALL), make_net(_SMALL)
+    whole = torch.optim.SGD(nets[0].parameters(), lr=torch.tensor(0.1))
+    hybrid = HybridDeviceOptimizer(
+        nets[1].parameters(), lr=torch.tensor(0.1), cpu_optimizer_cls=torch.optim.SGD
+    )
+    may_run, inner = threading.Event(), TorchBucketStep._update
+
+    def late(step: TorchBucketStep, scale: float) -> None:
+        assert may_run.wait(120), "the gate was opened"
+        inner(step, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBucketStep, "_update", late)
+        try:
+            for net, optimizer in zip(nets, (whole, hybrid), strict=True):
+                backward(net, 0)
+                optimizer.step()
+                optimizer.param_groups[0]["lr"].fill_(0.7)
+        finally:
+            may_run.set()
+        hybrid.synchronize()
+    for (name, a), b in zip(nets[1].named_parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(local_tensor(a), local_tensor(b)), name
+
+
+def test_a_rate_that_is_filled_in_place_counts_from_the_next_step_on(ranks: Ranks) -> None:
+    """As schedulers fill it, while the host's step has not begun."""
+    ranks(1).run(_fills_its_rate)
 
 
 def _mixes() -> None:
