@@ -110,6 +110,14 @@ def test_the_norm_of_a_long_tensor_is_exact() -> None:
     assert clip_grad_norm_([parameter], 1e9).item() == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_powers_of_narrow_gradients_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """A sum of 100,000 is infinite in fp16, and far from 100,003 in bf16."""
+    parameter = nn.Parameter(torch.zeros(100_003, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    assert clip_grad_norm_(parameter, 1.0, norm_type=1.0).item() == 100_003
+
+
 def _nonfinite(norm_type: float) -> float:
     _, net = pair()
     batch = batches(1)[0]
