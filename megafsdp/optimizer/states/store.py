@@ -239,18 +239,13 @@ class StateStore:
     def decode(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the 1-D values of all moments in fp32 or bf16; without a copy if possible."""
         values = {}
-        kept = {_dtype_of(parameter, dtype) for dtype in self.dtypes.values()}
-        # The kernel takes both moments in the same dtype.
-        is_mixed = len(kept) > 1
         for name in self.dtypes:
             scaled = self._scaled.get(parameter, {}).get(name)
             if scaled is not None:
                 values[name] = scaled.decode().view(-1)
                 continue
             local = local_tensor(state[name])
-            is_direct = local.is_contiguous() and (
-                local.dtype == torch.float32 or (local.dtype in PLAIN_DTYPES and not is_mixed)
-            )
+            is_direct = local.is_contiguous() and local.dtype in PLAIN_DTYPES
             values[name] = local.view(-1) if is_direct else local.float().reshape(-1)
         return values
 

@@ -422,6 +422,15 @@ def test_weights_are_stored_once(ranks: Ranks) -> None:
     ranks(2).run(_has_no_second_weight)
 
 
+def test_nans_that_are_loaded_into_remainders_stay_nans() -> None:
+    """Also those of which the upper half alone, or rounded, is infinity or zero."""
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = FusedAdam([weight], store_param_remainders=True)
+    optimizer.load_canonical(weight, bits.view(torch.float32))
+    assert weight.isnan().all() and optimizer.canonical_weight(weight).isnan().all()
+
+
 @pytest.mark.native
 def test_remainders_of_plain_parameters_and_refusals() -> None:
     """Transposed bf16 parameters too; fp32 ones are refused, in groups added later as well."""

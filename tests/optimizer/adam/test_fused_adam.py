@@ -248,6 +248,11 @@ def _keeps_states(dtype: torch.dtype) -> dict[str, torch.Tensor]:
             optimizer.set_scaled_state(parameter, kind, values)
             again = optimizer.get_unscaled_state(parameter, kind)
             assert torch.equal(local_tensor(again), local_tensor(values))
+            wanted = local_tensor(values).clone()
+            # A copy, also of a state in fp32.
+            local_tensor(again).fill_(-1.0)
+            kept = optimizer.get_unscaled_state(parameter, kind)
+            assert torch.equal(local_tensor(kept), wanted)
         states[name] = full_tensor(parameter.detach())
     return states
 
