@@ -156,3 +156,14 @@ def test_index_without_boundaries_is_refused(prefix: Path) -> None:
     Path(f"{prefix}.idx").write_bytes(_patched(18, bytes(16))(_GOLDEN_INDEX[:34]))
     with pytest.raises(DataError, match=r"boundaries from 0 .*, got none"):
         IndexedDataset(prefix)
+
+
+def test_a_fingerprint_is_of_tokens_all_over_the_file(tmp_path: Path) -> None:
+    """Files of the same lengths that differ in one token, here or there, have others."""
+    found = []
+    for number, changed in enumerate((None, None, 0, 1100, 1999)):
+        tokens = [[1] * 2000]
+        if changed is not None:
+            tokens[0][changed] = 2
+        found.append(write_dataset(tmp_path / f"{number}", tokens).fingerprint())
+    assert found[0] == found[1] and len(set(found)) == 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +107,45 @@ def test_cached_indices_give_the_same_samples(indexed: IndexedDataset, tmp_path:
         assert all(np.array_equal(plain[i], cached[i]) for i in range(len(plain)))
     assert isinstance(cached.index.sample_index, np.memmap)
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seed": 7},
+        {"sequence_length": 5},
+        {"num_samples": 200},
+        {"drop_last_partial": False},
+        {"sequences": range(3, 40)},
+    ],
+    ids=str,
+)
+def test_other_indices_have_entries_of_their_own(
+    indexed: IndexedDataset, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """A cache gives no dataset the indices of another one, whatever differs."""
+    options: dict[str, Any] = {"sequence_length": 4, "num_samples": 90}
+    SampleDataset(indexed, **options, cache_dir=tmp_path)
+    options |= changed
+    plain, cached = (SampleDataset(indexed, **options, cache_dir=d) for d in (None, tmp_path))
+    assert len(cached) == len(plain)
+    assert all(np.array_equal(plain[i], cached[i]) for i in range(len(plain)))
+
+
+def test_more_tokens_than_32_bits_count_are_samples() -> None:
+    """Two documents together are too long for an int32, and so are places in them."""
+    huge = SimpleNamespace(
+        prefix="huge", dtype=np.dtype("<u2"), sequence_lengths=np.full(3, 2**30, dtype=np.int32)
+    )
+    dataset = SampleDataset(
+        huge,  # type: ignore[arg-type]
+        sequence_length=2**29,
+        num_samples=None,
+        sequences=range(3),
+    )
+    assert len(dataset) == 5
+    rows = [[row // 2, row % 2 * 2**29] for row in range(6)]
+    assert dataset.index.sample_index.tolist() == rows
 
 
 @pytest.mark.parametrize("sample", [-1, 30])
