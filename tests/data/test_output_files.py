@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import socket
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -10,7 +12,7 @@ from unittest import mock
 import pytest
 
 from megafsdp.data import output_files
-from megafsdp.data.output_files import locked_folder
+from megafsdp.data.output_files import locked_folder, replace_text
 from megafsdp.errors import ConfigError
 
 
@@ -47,3 +49,19 @@ def test_errors_of_a_job_without_a_lock_are_its_own(tmp_path: Path) -> None:
         assert not is_locked
         raise ValueError("of the job")
     assert caught.value.__context__ is None
+
+
+def test_a_lock_names_the_job_that_has_it_alone(tmp_path: Path) -> None:
+    """Nothing stays of a longer line that an earlier job has left."""
+    lock = tmp_path / "lock"
+    lock.write_text(f"process 1 on {'elsewhere' * 40}\n")
+    with locked_folder(tmp_path, lock.name, where="here"):
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_a_text_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    """Here a folder has its name."""
+    (tmp_path / "text").mkdir()
+    with pytest.raises(OSError, match="text"):
+        replace_text(tmp_path / "text", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
