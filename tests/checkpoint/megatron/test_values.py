@@ -83,6 +83,7 @@ def test_without_a_schedule_the_rate_of_the_groups_stays() -> None:
     groups = [{"lr": torch.tensor(0.25)}, {"lr": 0.125, "weight_decay": 0.5}]
     fields, args = their_schedule({"last_epoch": 3}, groups, num_samples=7)
     assert (fields["max_lr"], fields["lr_decay_style"], args) == (0.25, "constant", {})
+    assert type(fields["max_lr"]) is float
     assert (fields["start_wd"], fields["end_wd"], fields["num_steps"]) == (0.5, 0.5, 7)
     assert set(fields) == set(toy.SCHEDULE)
 
@@ -102,7 +103,10 @@ def test_groups_gather_equal_fields_and_set_steps_apart() -> None:
 def test_a_group_gets_the_fields_by_which_megatron_tells_groups_apart() -> None:
     """Where it has them already they stay; a tensor rate becomes a number."""
     group = {"names": ["a"], "lr": torch.tensor(0.5), "weight_decay": 0.0, "lr_multiplier": 3.0}
-    assert their_group(group, {"max_lr": 1.0, "min_lr": 0.1}) == {
+    fields = their_group(group, {"max_lr": 1.0, "min_lr": 0.1})
+    # A tensor would be equal too.
+    assert type(fields["lr"]) is float
+    assert fields == {
         "lr": 0.5,
         "weight_decay": 0.0,
         "lr_mult": 3.0,
