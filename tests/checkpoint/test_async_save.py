@@ -539,7 +539,7 @@ def test_a_rank_without_copies_fails_the_save_on_all(
 
 # Imports, then forks a program for each line that it reads: a mode. Prints how each ended.
 _PROGRAMS = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
 from megafsdp import checkpoint
 from megafsdp.checkpoint.format import save_root
 def reached(point):
@@ -557,8 +557,10 @@ for mode in iter(sys.stdin.readline, ""):
     print("ended", os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]), flush=True)
 else:
     sys.exit()
+if mode == "handle":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 checkpoint.async_save(os.path.join(sys.argv[1], mode), step=7, model=torch.nn.Linear(3, 3))
-if mode == "sleep":
+if mode in ("sleep", "handle"):
     time.sleep(60)
 """
 
@@ -583,12 +585,14 @@ def test_the_end_of_a_process_waits_for_the_save(tmp_path: Path) -> None:
         start("end")
         assert programs.stdout.readline() == "ended 0\n"
         assert latest_step(tmp_path / "end") == 7
-        process_id = start("sleep")
-        os.kill(process_id, signal.SIGTERM)
-        begin_s = time.monotonic()
-        assert programs.stdout.readline() == f"ended {-signal.SIGTERM}\n"
-        assert time.monotonic() - begin_s < 40
-        assert latest_step(tmp_path / "sleep") == 7
+        # The second one has a handler of its own, which stays.
+        for mode, code in (("sleep", -signal.SIGTERM), ("handle", 5)):
+            process_id = start(mode)
+            os.kill(process_id, signal.SIGTERM)
+            begin_s = time.monotonic()
+            assert programs.stdout.readline() == f"ended {code}\n"
+            assert time.monotonic() - begin_s < 40
+            assert latest_step(tmp_path / mode) == 7
         start("fail")
         _, stderr = programs.communicate(timeout=60)
     assert latest_step(tmp_path / "fail") is None
