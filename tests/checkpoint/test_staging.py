@@ -102,12 +102,13 @@ def _tensors() -> list[torch.Tensor]:
 def test_sources_on_a_device_live_until_they_are_copied(device: Device) -> None:
     """The caller may drop its last reference as soon as the copies are queued."""
     given = _tensors()
-    freed = weakref.ref(given[0])
+    freed, freed_on_host = map(weakref.ref, given)
     made = Staging(given, HostSlab())
     del given
-    assert device.queued and freed() is not None
+    assert device.queued and freed() is not None and freed_on_host() is not None
     made.copy()
     assert freed() is None, "its memory is the device's again"
+    assert freed_on_host() is None, "it need not outlive its copy"
     found, on_host = made.copies
     assert found.tolist() == [0, 1, 2, 3] and on_host.tolist() == [0, 1, 2]
     assert device.threads == [threading.get_ident()], "before it waits for the event"
@@ -120,6 +121,9 @@ def test_pinned_memory_goes_back_to_the_system(
     cudart = stand_in(monkeypatch)
     monkeypatch.setattr(staging, "host_bytes", host_memory.host_bytes)
     slab = HostSlab()
+    # Of the host alone: larger, but not locked.
+    Staging([torch.zeros(1000)], slab).copy()
+    assert not cudart.live
     for num_tensors in (1, 2, 1):
         made = Staging([*_tensors() * num_tensors], slab)
         made.copy()
