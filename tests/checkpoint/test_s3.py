@@ -97,6 +97,17 @@ def _load_and_save(server: str, step: int) -> dict[str, torch.Tensor]:
     return full_state(model, optimizer)
 
 
+def test_listings_are_as_the_store_is(s3: s3fs.S3FileSystem) -> None:
+    """Not as it was, and without the object that some programs make for a folder."""
+    folder = StorePath(ROOT)
+    s3.pipe_file("bucket/run/a", b"1")
+    assert folder.list_names() == (["a"], [])
+    s3.pipe_file("bucket/run/b", b"2")
+    s3.pipe_file("bucket/run/steps/c", b"3")
+    s3.call_s3("put_object", Bucket="bucket", Key="run/", Body=b"")
+    assert folder.list_names() == (["a", "b"], ["steps"])
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_ranks_load_from_s3_what_others_saved_there(
     ranks: Ranks, server: str, s3: s3fs.S3FileSystem, in_background: bool

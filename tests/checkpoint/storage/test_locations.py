@@ -87,3 +87,12 @@ def test_a_folder_that_goes_while_it_is_listed_has_no_files(
     assert file_names(tmp_path / "file") == []
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
     assert file_names(tmp_path / "gone") == []
+
+
+def test_objects_are_removed_beside_names_of_none() -> None:
+    """As after a removal that was interrupted."""
+    folder = StorePath("memory://test_locations/removed")
+    for name in ("a", "b"):
+        (folder / name).write_text(name)
+    folder.remove(["a", "missing", "b"])
+    assert folder.list_names() == ([], [])
