@@ -16,7 +16,6 @@ from megafsdp.device.torch_private import as_subclass_with_grad
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, tie_to_group
 from megafsdp.fsdp.runtime.unit import units_below
-from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 
 
 class LocalParameter(nn.Parameter):
@@ -106,6 +105,4 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
             )
         )
     groups = [group for unit in units.values() for group in unit.groups if group.is_trainable]
-    # Steps over the new tensors change main weights, and compute weights must then become stale.
-    watch_optimizer_steps()
     return [LocalParameter.over(group) for group in groups]

@@ -109,6 +109,24 @@ def test_the_flat_gradient_follows_those_of_the_parameters(ranks: Ranks) -> None
     ranks(1).run(_follows_gradients)
 
 
+def _leaves_frozen_parts_alone() -> None:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    net = shard(net)
+    flat = local_parameters(net)
+    assert len(flat) == 3 and all(parameter.requires_grad for parameter in flat)
+    net(*mine(batches(1)[0])).backward()
+    before = full_state_dict(net)
+    torch.optim.AdamW(flat, lr=0.1, weight_decay=0.5).step()
+    for name, value in full_state_dict(net).items():
+        assert torch.equal(value, before[name]) == name.startswith("blocks.1."), name
+
+
+def test_frozen_parts_have_no_flat_tensors(ranks: Ranks) -> None:
+    """An optimizer over them would count their elements, and decay some."""
+    ranks(1).run(_leaves_frozen_parts_alone)
+
+
 def _takes_assigned_gradients(strategy: str, is_after_backward: bool) -> None:
     net = shard(Net(), strategy=strategy)
     flat = local_parameters(net)
