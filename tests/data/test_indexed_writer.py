@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafsdp.data import IndexedDataset, IndexedDatasetWriter, merge, token_dtype
+from megafsdp.data import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    indexed_writer,
+    merge,
+    token_dtype,
+)
 from megafsdp.errors import DataError
 from tests.data.files import read_with_struct, write_dataset
 
@@ -171,3 +177,27 @@ def test_merge_of_nothing_is_refused(tmp_path: Path) -> None:
     """There is no dtype to write an empty merge in."""
     with pytest.raises(DataError, match="at least one dataset"):
         merge([], tmp_path / "merged")
+
+
+def test_a_sequence_that_is_too_long_for_the_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its length would not fit the index."""
+    monkeypatch.setattr(indexed_writer, "_LONGEST_SEQUENCE", 3)
+    with (
+        pytest.raises(DataError, match="at most 3 tokens a sequence, got 4"),
+        IndexedDatasetWriter(tmp_path / "set") as writer,
+    ):
+        writer.add_sequence([1, 2, 3])
+        writer.add_sequence([1, 2, 3, 4])
+
+
+def test_sequences_beyond_32_bits_are_found(tmp_path: Path) -> None:
+    """Their places in bytes, and sums of their lengths; the tokens are a hole in the file."""
+    prefix = tmp_path / "huge"
+    with IndexedDatasetWriter(prefix, "<i4") as writer:
+        writer._lengths.extend([2**30, 2**30, 5])
+    os.truncate(f"{prefix}.bin", 4 * (2**31 + 5))
+    dataset = IndexedDataset(prefix)
+    assert dataset.sequence_pointers.tolist() == [0, 2**32, 2**33]
+    assert dataset[2].tolist() == [0] * 5
