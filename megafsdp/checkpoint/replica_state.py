@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, make_replicated
 from megafsdp.checkpoint.save import HasState
+from megafsdp.checkpoint.state.canonical import persistent_buffers
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed
 from megafsdp.mesh.dtensor import shard_axes
+from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 
 
 class ReplicaState:
@@ -33,11 +35,23 @@ class ReplicaState:
         model: The root given to ``fully_shard``.
         optimizer: Its optimizer, itself: not torchft's wrapper.
         others: Further objects with a state, such as a scheduler, by a name for each.
+
+    Raises:
+        NotImplementedError: The optimizer steps on another thread too.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, others: Mapping[str, HasState] | None = None
     ) -> None:
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            raise NotImplementedError(
+                expected(
+                    "an optimizer that changes weights within step() alone",
+                    "HybridDeviceOptimizer, whose steps run on beside forward and backward",
+                    where="ReplicaState()",
+                    hint="Use FusedAdam, or an optimizer of torch",
+                )
+            )
         self._model, self._optimizer, self._others = model, optimizer, dict(others or {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,13 +98,12 @@ class ReplicaState:
         """Return sharded parameters, even while modules show others, and the tensors of no unit."""
         found: dict[str, torch.Tensor] = {}
         for prefix, unit in units_below([self._model]).items():
-            for parameter in (p for group in unit.groups for p in group.parameters):
-                found[f"{prefix}.{parameter.name}".lstrip(".")] = parameter.sharded
-        plain = [*self._model.named_parameters(), *self._model.named_buffers()]
-        for name, tensor in plain:
-            if group_of(tensor) is None and not is_replaced(tensor):
-                found[name] = tensor
-        return found
+            for record in (record for group in unit.groups for record in group.parameters):
+                found[f"{prefix}.{record.name}".lstrip(".")] = record.sharded
+        for name, parameter in self._model.named_parameters():
+            if group_of(parameter) is None and not is_replaced(parameter):
+                found[name] = parameter
+        return found | {key: buffer for key, _, buffer in persistent_buffers(self._model)}
 
     def _meshes(self) -> list[DeviceMesh]:
         units = units_below([self._model]).values()

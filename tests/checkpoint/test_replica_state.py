@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megafsdp import FusedAdam, full_state_dict, fully_shard
+from megafsdp import FusedAdam, HybridDeviceOptimizer, full_state_dict, fully_shard
 from megafsdp.checkpoint.replica_state import ReplicaState
 from tests.fsdp.llama import Llama, parallelize
 from tests.fsdp.llama import batches as llama_batches
@@ -30,6 +30,8 @@ class _Buffered(Net):
     def __init__(self, seed: int) -> None:
         super().__init__(2, seed=seed)
         self.register_buffer("seen", torch.zeros(()))
+        # As a cache that has grown: not in state dicts.
+        self.register_buffer("cache", torch.zeros(seed), persistent=False)
         self.frozen = nn.Linear(2, 2)
 
 
@@ -131,6 +133,17 @@ def _another_cut() -> None:
         ReplicaState(net, optimizer).load_state_dict(state)
     assert all(torch.equal(value, before[name]) for name, value in full_state_dict(net).items())
     assert dist.get_world_size() == 2
+
+
+def _steps_elsewhere() -> None:
+    net = shard(Net(1))
+    with pytest.raises(NotImplementedError, match=r"within step\(\) alone, got HybridDevice"):
+        ReplicaState(net, HybridDeviceOptimizer(net.parameters(), offload_fraction=1.0))
+
+
+def test_an_optimizer_that_steps_on_another_thread_is_refused(ranks: Ranks) -> None:
+    """Its weights could be read while they change."""
+    ranks(1).run(_steps_elsewhere)
 
 
 def test_a_replica_that_cuts_differently_is_refused(ranks: Ranks) -> None:

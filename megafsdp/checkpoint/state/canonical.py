@@ -178,7 +178,7 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
         state.tensors.update(zip(keys, pieces, strict=True))
         if form.grouping is not None:
             state.fused[keys[0]] = form.grouping
-    for key, first_key, buffer in _persistent_buffers(model):
+    for key, first_key, buffer in persistent_buffers(model):
         _require_new(key, state)
         if first_key != key:
             state.aliases[key] = first_key
@@ -372,7 +372,7 @@ def _require_at_rest(model: nn.Module) -> None:
             group.wait_for_step()
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield key, first key and buffer; a module with two names has its buffers under both."""
     first_keys: dict[tuple[nn.Module, int], str] = {}
     for fqn, module in _unwrapped(model).named_modules(remove_duplicate=False):
