@@ -91,9 +91,7 @@ def _beside_one_process(shape: dict[str, int], dims: Dims, options: dict[str, ob
     divisor = 1 if options.get("average") == "token" else mesh.size() // shape.get("tp", 1)
     optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-2, eps=1e-5) for n in (reference, ours)]
     placements = [Replicate() if axis == "tp" else Shard(0) for axis in shape]
-    # Over cp each rank has rows of one sequence, else sequences of a batch.
-    size = (8, 8) if "cp" in shape else (4, 8, 8)
-    for batch in torch.randn(3, *size, dtype=torch.float64):
+    for batch in torch.randn(3, 8, 8, dtype=torch.float64):
         wanted = reference(batch).square().mean()
         wanted.backward()
         loss = ours(distribute_tensor(batch, mesh, placements)).square().mean()
