@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp import FSDPModule, fully_shard
 from megafsdp.buffer.comm.collectives import record_collectives
+from tests.fsdp.composed import Codes
 from tests.fsdp.toy import (
     WIDTH,
     Block,
@@ -61,34 +61,6 @@ def _hooks_on_originals() -> None:
 def test_a_gradient_hook_registered_before_wrapping_is_refused(ranks: Ranks) -> None:
     """Sharded parameters would not have it."""
     ranks(2).run(_hooks_on_originals)
-
-
-class Codes(torch.Tensor):
-    """A quantized weight as torchao has them: codes and a scale behind operations of its own."""
-
-    @staticmethod
-    def __new__(cls: type[Codes], codes: torch.Tensor, scale: torch.Tensor) -> Codes:
-        """Show the dtype that the weight stands for."""
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
-
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Keep both."""
-        self.codes, self.scale = codes, scale
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Run on the values; detach, which a Parameter is made by, keeps the codes."""
-        (weight, *others) = args
-        assert isinstance(weight, cls)
-        if func is torch.ops.aten.detach.default:
-            return cls(weight.codes, weight.scale)
-        return func(weight.codes * weight.scale, *others, **(kwargs or {}))
 
 
 class Packed(nn.Parameter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,40 +9,11 @@ import torch
 from torch import nn
 
 from megafsdp import checkpoint, fully_shard
+from tests.fsdp.composed import Codes
 from tests.ranks import Ranks
 
 # As values of fp32, more than a record that is made by a copy.
 SIZE = 512
-
-
-class Codes(torch.Tensor):
-    """A weight of codes and scales, whose only operator makes a Parameter of it."""
-
-    @staticmethod
-    def __new__(cls: type[Codes], codes: torch.Tensor, scale: torch.Tensor) -> Codes:
-        """Show the dtype that the weight stands for."""
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Keep both."""
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Name both."""
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Refuse all but detach."""
-        (weight,) = args
-        assert isinstance(weight, cls) and func is torch.ops.aten.detach.default, func
-        return cls(weight.codes, weight.scale)
 
 
 class Net(nn.Module):
