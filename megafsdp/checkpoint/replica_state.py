@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, make_replicated
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint.save import HasState
 from megafsdp.checkpoint.state.canonical import persistent_buffers
 from megafsdp.errors import expected
@@ -89,7 +89,8 @@ class ReplicaState:
         for name, rows in state["model"].items():
             own[name].copy_(rows)
         mark_main_weights_changed(self._model)
-        meshes = {_key_of(mesh): mesh for mesh in self._meshes()}
+        dtensors = [each for each in self._tensors().values() if isinstance(each, DTensor)]
+        meshes = {_key_of(each.device_mesh): each.device_mesh for each in dtensors}
         self._optimizer.load_state_dict(_with_dtensors(state["optimizer"], meshes))
         for name, each in self._others.items():
             each.load_state_dict(state["others"][name])
@@ -105,10 +106,6 @@ class ReplicaState:
                 found[name] = parameter
         return found | {key: buffer for key, _, buffer in persistent_buffers(self._model)}
 
-    def _meshes(self) -> list[DeviceMesh]:
-        units = units_below([self._model]).values()
-        return [group.axes.dtensor_mesh for unit in units for group in unit.groups]
-
 
 def _key_of(mesh: DeviceMesh) -> tuple[object, ...]:
     """Return what equal meshes of two replicas have in common: their ranks' numbers may differ."""
@@ -123,12 +120,14 @@ def _with_rows(value: Any) -> Any:
         return {key: _with_rows(each) for key, each in value.items()}
     if not isinstance(value, DTensor):
         return value
-    rows = {"rows": local_tensor(value), "mesh": _key_of(value.device_mesh), "layout": None}
-    if isinstance(value, UnevenDTensor):
-        layout = value.uneven_layout
-        num_shard_axes = len(shard_axes(value.placements, layout.num_model_axes))
-        rows |= {"layout": layout, "num_shard_axes": num_shard_axes}
-    return rows
+    return {
+        "rows": local_tensor(value),
+        "mesh": _key_of(value.device_mesh),
+        "placements": value.placements,
+        "layout": value.uneven_layout if isinstance(value, UnevenDTensor) else None,
+        "shape": value.shape,
+        "stride": value.stride(),
+    }
 
 
 def _with_dtensors(value: Any, meshes: Mapping[tuple[object, ...], DeviceMesh]) -> Any:
@@ -139,9 +138,9 @@ def _with_dtensors(value: Any, meshes: Mapping[tuple[object, ...], DeviceMesh]) 
         return value
     if "rows" not in value or "layout" not in value:
         return {key: _with_dtensors(each, meshes) for key, each in value.items()}
-    mesh, layout = meshes[value["mesh"]], value["layout"]
+    rows, mesh, layout = value["rows"], meshes[value["mesh"]], value["layout"]
     if layout is None:
-        return make_replicated(value["rows"], mesh)
-    return UnevenDTensor.from_local_rows(
-        value["rows"], mesh, layout, num_shard_axes=value["num_shard_axes"]
-    )
+        whole = {"shape": value["shape"], "stride": value["stride"]}
+        return DTensor.from_local(rows, mesh, value["placements"], run_check=False, **whole)
+    num_shard_axes = len(shard_axes(value["placements"], layout.num_model_axes))
+    return UnevenDTensor.from_local_rows(rows, mesh, layout, num_shard_axes=num_shard_axes)

@@ -46,21 +46,17 @@ class SpmdMesh:
         mesh: All axes.
         data: The data axes: one, or those that repeat and those that divide, each as one axis.
         data_axes: Their indices in ``mesh``.
-        model_axis: The index of the model axis; None without one.
+        model: The model axis; None without one.
+        model_axis: Its index in ``mesh``.
         divides: Whether a data axis divides parameters.
     """
 
     mesh: DeviceMesh
     data: DeviceMesh
     data_axes: tuple[int, ...]
+    model: DeviceMesh | None
     model_axis: int | None
     divides: bool
-
-    @property
-    def model(self) -> DeviceMesh | None:
-        """Return the model axis."""
-        assert self.mesh.mesh_dim_names is not None, "checked by spmd_mesh_of()"
-        return None if self.model_axis is None else self.mesh[self.axis_name(self.model_axis)]
 
     def axis_name(self, axis: int) -> str:
         """Return the name of an axis of ``mesh``."""
@@ -148,12 +144,13 @@ def spmd_mesh_of(mesh: DeviceMesh | None, dims: DataParallelDims | None) -> Spmd
             )
         )
     data = [_as_one(mesh, each) for each in (replicate, shard) if each]
-    model = large or others
+    model_axis = next(iter(large or others), None)
     return SpmdMesh(
         mesh,
         data[0] if len(data) == 1 else joined_mesh(*data),
         tuple(axis for axis, name in enumerate(names) if name in named),
-        model[0] if model else None,
+        None if model_axis is None else mesh[names[model_axis]],
+        model_axis,
         bool(shard),
     )
 

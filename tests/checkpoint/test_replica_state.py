@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megafsdp import FusedAdam, HybridDeviceOptimizer, full_state_dict, fully_shard
 from megafsdp.checkpoint.replica_state import ReplicaState
@@ -102,7 +103,10 @@ def _cut_by_tp() -> None:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(scale)
-        fully_shard(net, mesh=grid["data"])
+        # One stays a DTensor of torch, cut over tp alone.
+        dtensors = [p for p in net.parameters() if isinstance(p, DTensor)]
+        cut = next(p for p in dtensors if p.placements[0].is_shard())
+        fully_shard(net, mesh=grid["data"], ignored_params={cut})
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         replicas.append((net, optimizer, ReplicaState(net, optimizer)))
     rows = slice(2 * grid["data"].get_local_rank(), 2 * grid["data"].get_local_rank() + 2)
