@@ -198,6 +198,9 @@ def _forget_last_call() -> None:
         cache.cache_clear()
     dtensor_random._rng_tracker = None
     gc.collect()
+    # What is alive now, such as modules that calls have imported, no call made for itself: the
+    # collector, which runs between any two calls, need not look at it again.
+    gc.freeze()
 
 
 def _adopt_caller_state(call: Call) -> None:
