@@ -134,9 +134,10 @@ def _whole() -> dict[str, Tensor]:
 def test_files_have_fused_weights_in_the_order_of_the_whole(
     ranks: Ranks, tmp_path: Path, layout: tuple[str, int, int]
 ) -> None:
-    """All layouts load them, and tools that know no model; weights and moments, bit for bit."""
+    """Another layout loads them, and tools that know no model; weights and moments, bit for bit."""
     ranks(_num_ranks(layout)).run(_saved, layout, tmp_path / "saved")
-    for other in LAYOUTS:
+    # Itself and the next one: that the files are the whole's, whoever saved, is compared below.
+    for other in (layout, LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]):
         ranks(_num_ranks(other)).run(_loaded, other, tmp_path / "saved")
     to_torch(tmp_path / "saved", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
