@@ -195,7 +195,9 @@ def _hugging_face() -> None:
             if name != "bert" or model is models[0]:
                 model.tie_weights()
             torch.manual_seed(SEED)
-            model.apply(model._init_weights)
+            # torch 2.11 would lose the cuts of a row that a rule takes while gradients are recorded.
+            with torch.set_grad_enabled(not IS_DISPATCH_BYPASSED):
+                model.apply(model._init_weights)
             model.eval()
         assert_equal_state(models[1], models[0])
         tokens = torch.arange(8).unsqueeze(0)
