@@ -15,6 +15,7 @@ from subprocess import CompletedProcess
 import pytest
 
 _ROOT = Path(__file__).parents[1]
+_TRAIN = "megafsdp train --config examples/configs/quickstart.yaml"
 
 
 def _copy_script(folder: Path, python: str) -> None:
@@ -37,44 +38,43 @@ def _run_script(folder: Path, words: Sequence[str], python: str) -> CompletedPro
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--help"], "usage: megafsdp train"),
-        (["--fresh", "-h", "schedule"], "--schedule.kind"),
-        (["--train.steps", "7", "--print-config"], "steps: 7"),
-        (["--fresh", "--dry-run", "2"], "collectives of a step"),
-    ],
-)
-def test_a_question_is_answered_once(tmp_path: Path, words: list[str], shown: str) -> None:
-    """By one process, which makes no data, starts no ranks and draws no report."""
-    ended = _run_script(tmp_path, words, python=sys.executable)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(shown) == 1
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "directory"),
-    [
-        (["--run.directory=there"], "there"),
-        (["--config", "mine.yaml"], "where mine.yaml says"),
-        (["--config", "mine.yaml", "--run.directory", "there"], "there"),
-    ],
-)
-def test_the_report_is_drawn_where_the_run_lies(
-    tmp_path: Path, words: list[str], directory: str
-) -> None:
-    """Be it said by an option, or by a file of options."""
-    (tmp_path / "mine.yaml").write_text("run: {directory: where mine.yaml says}\n")
-    # It says the modules that it would run; code is run.
-    python = tmp_path / "python"
+def _named_python(folder: Path) -> str:
+    """Return a Python that says the module that it would run, with its options; code is run."""
+    python = folder / "python"
     real = f'exec {sys.executable} "$@"'
     python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || {real}\nshift; echo "$*"\n')
     python.chmod(0o755)
-    ended = _run_script(tmp_path, words, python=str(python))
+    return str(python)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--fresh", "-h", "schedule"], ["--print-config"], ["--fresh", "--dry-run=2"]],
+)
+def test_a_question_is_answered_once(tmp_path: Path, words: list[str]) -> None:
+    """By one process, which makes no data, starts no ranks and draws no report."""
+    ended = _run_script(tmp_path, words, python=_named_python(tmp_path))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == f"megafsdp report {directory}"
+    asked = [word for word in words if word != "--fresh"]
+    assert ended.stdout == " ".join([_TRAIN, *asked]) + "\n"
+
+
+def test_the_answer_is_that_of_the_quick_start(tmp_path: Path) -> None:
+    """With options of one's own."""
+    words = ["--fresh", "--train.steps", "7", "--dry-run", "2"]
+    ended = _run_script(tmp_path, words, python=sys.executable)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("collectives of a step") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_report_is_drawn_where_the_run_lies(tmp_path: Path) -> None:
+    """Where a file of options says, which other options come after."""
+    (tmp_path / "mine.yaml").write_text("run: {directory: where mine.yaml says}\n")
+    words = ["--config", "mine.yaml", "--train.steps=7"]
+    ended = _run_script(tmp_path, words, python=_named_python(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "megafsdp report where mine.yaml says"
 
 
 def test_a_mistake_is_said_once_before_anything_is_made(tmp_path: Path) -> None:
