@@ -40,19 +40,20 @@ OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "fused adamw": {},
     "scaled states": {"optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}},
     "remainders": REMAINDERS,
-    "coupled adam, one bf16 state": {"optimizer": {"kind": "adam", "exp_avg_dtype": "bf16"}},
     "torch's adamw": {"optimizer": {"implementation": "fused"}},
-    "sgd": {"optimizer": {"kind": "sgd", "implementation": "foreach", "lr": 0.1}},
     "muon": {"optimizer": {"kind": "muon", "lr_multipliers": {"*embedding*": 0.5}}},
-    "bf16 states, saved in background": {
-        "optimizer": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "coupled adam, one bf16 state, saved in background": {
+        "optimizer": {"kind": "adam", "exp_avg_dtype": "bf16"},
         "checkpoint": {"in_background": True, "interval_steps": 1},
     },
     "fp16": FP16,
-    "fp16, sgd": {**FP16, "optimizer": {"kind": "sgd", "lr": 0.1}},
+    "fp16, torch's sgd": {
+        **FP16,
+        "optimizer": {"kind": "sgd", "implementation": "foreach", "lr": 0.1},
+    },
 }
 # The second signal comes to a run that was resumed, at a step that is evaluated.
-STOPPED_TWICE = {"fused adamw", "remainders", "bf16 states, saved in background", "fp16"}
+STOPPED_TWICE = {"remainders", "coupled adam, one bf16 state, saved in background", "fp16"}
 
 
 def _note(told: Told, interrupt_at: int | None, step: int, result: StepResult) -> None:

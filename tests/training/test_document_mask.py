@@ -95,7 +95,7 @@ def test_ranks_that_share_a_hybrid_evaluate_it_alike(ranks: Ranks, tmp_path: Pat
     write_corpus(tmp_path, largest=_END)
     found = []
     for name, num_ranks, parallel in [("one", 1, {}), ("more", 2, {"tp": 2, "ep": 2})]:
-        config = _run(tmp_path, name, MODEL | HYBRID, parallel=parallel)
+        config = _run(tmp_path, name, MODEL | HYBRID, parallel=parallel, train={"steps": 1})
         ranks(num_ranks).run(train, config)
         found.append([row for row in rows(tmp_path / name) if "validation_loss" in row])
     assert found[0] and found[0][-1].keys() == found[1][-1].keys()

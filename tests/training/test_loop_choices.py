@@ -50,7 +50,7 @@ def _losses(ranks: Ranks, num_ranks: int, folder: Path, **sections: dict[str, An
     directory = folder / f"run{len(list(folder.glob('run*')))}"
     run = {"directory": str(directory)} | sections.pop("run", {})
     train_section = {"steps": NUM_STEPS} | sections.pop("train", {})
-    data = {"cache": str(folder / "cache")}
+    data = {"cache": str(folder / "cache"), "validation": []}
     config = tiny(folder, run=run, data=data, train=train_section, **sections)
     ranks(num_ranks).run(train, config)
     metrics = (directory / "metrics.jsonl").read_text().splitlines()
@@ -130,9 +130,8 @@ def test_way_to_divide_does_not_change_the_losses(
     The tolerance is that of fp32 sums in another order over four steps of Adam with eps 1e-5.
     """
     write_corpus(tmp_path)
-    found = ranks(num_ranks).run(
-        _mesh_of_run, tiny(tmp_path, parallel=parallel, train={"steps": NUM_STEPS})
-    )
+    sections: dict[str, Any] = {"train": {"steps": NUM_STEPS}, "data": {"validation": []}}
+    found = ranks(num_ranks).run(_mesh_of_run, tiny(tmp_path, parallel=parallel, **sections))
     alone = [row["loss"] for row in straight(1)]
     for _, _, losses in found:
         assert losses == pytest.approx(alone, rel=1e-5)

@@ -459,11 +459,8 @@ _HALF = {"lr_multipliers": {"*embedding*": 0.5}}
 REGROUPED = {
     "no decay": ({}, {"weight_decay": 0.0}),
     "decay": ({"weight_decay": 0.0}, {}),
-    "decay of vectors": ({}, {"decay_vectors": True}),
     "multiplier": ({}, _HALF),
-    "no multiplier": (_HALF, {}),
     "another pattern": (_HALF, {"lr_multipliers": {"*linear_fc1*": 0.5}}),
-    "adam without decay": ({}, {"kind": "adam", "weight_decay": 0.0}),
     "loop without decay": ({}, {"implementation": "loop", "weight_decay": 0.0}),
     "sgd without decay": ({"kind": "sgd"}, {"kind": "sgd", "weight_decay": 0.0}),
     "offloaded without decay": (
