@@ -39,7 +39,7 @@ def _config(directory: Path, **sections: Any) -> Config:
 
 
 def _train_steps(config: Config) -> tuple[Bytes, Bytes, int, Bytes, int, float]:
-    """Return what the third step cost: of the device at rest and at its peak, of the host."""
+    """Return what the second step cost: of the device at rest and at its peak, of the host."""
     model, optimizer, _ = train_configured(config)
     assert isinstance(optimizer, HybridDeviceOptimizer)
     optimizer.synchronize()

@@ -35,7 +35,7 @@ EIGHT_BILLION = [
 
 
 def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
-    """Take three steps as the loop does; return what the third cost, and the states' bytes."""
+    """Take two steps as the loop does; return what the second cost, and the states' bytes."""
     model, optimizer, record = train_configured(config)
     ledger = model._fsdp_unit().ledger
     section = config.optimizer
@@ -113,7 +113,7 @@ def test_figures_are_those_of_real_steps(
 
 
 def _step_of_model_axes(config: Config) -> tuple[ByteLedger, Counter[str], Counter[str], int]:
-    """Return a third step's ledger, calls and bytes by kind but over tp and ep, and sums of units.
+    """Return a second step's ledger, calls and bytes by kind but over tp and ep, and sums of units.
 
     The sums are those of gradients of which each rank of tp has an addend.
     """

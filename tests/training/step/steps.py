@@ -55,10 +55,10 @@ def sharded_model(
 def train_configured(
     config: Config,
 ) -> tuple[nn.Module, torch.optim.Optimizer, CollectiveRecord]:
-    """Take three steps as the loop does; collective.
+    """Take two steps as the loop does; collective.
 
     Returns:
-        The model, whose ledger has the third step's peaks, its optimizer, and what that step sent.
+        The model, whose ledger has the second step's peaks, its optimizer, and what that step sent.
     """
     parallel, model_config = config.parallel, config.model.resolve()
     meshes = parallel.dims().build("cpu")
@@ -91,7 +91,7 @@ def train_configured(
     tokens = torch.arange(micro_size * SEQUENCE_LENGTH).view(micro_size, -1) % 64
     ids = torch.arange(micro_size)
     batch = Batch(tokens, tokens, torch.ones(tokens.shape), ids)
-    for _ in range(3):
+    for _ in range(2):
         ledger.reset_peak()
         with record_collectives() as record:
             step([batch] * (share // micro_size))
