@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from tests.fsdp.toy import (
     shard,
     train_both,
 )
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 
@@ -676,9 +678,16 @@ def _written_in_forward(strategy: str, write: str) -> None:
     assert_same_grads(net, reference)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("write", ["in place", "parametrization", "max_norm"])
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+WRITES = list(
+    itertools.product(
+        ("optim_grads_params", "optim_grads", "optim", "no_shard"),
+        ("in place", "parametrization", "max_norm"),
+        (1, 2),
+    )
+)
+
+
+@pytest.mark.parametrize(("strategy", "write", "num_ranks"), gate_of(WRITES, "writes"))
 def test_a_weight_may_be_written_in_forward(
     ranks: Ranks, strategy: str, write: str, num_ranks: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, shard
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -109,9 +111,16 @@ def _toggles(strategy: str, reshard: bool | None, recomputes: str) -> None:
         assert_same_grads(net, twin)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("recomputes", ["never", "around", "inside"])
+PRODUCT = list(
+    itertools.product(
+        ("optim_grads_params", "optim_grads", "optim", "no_shard"),
+        (None, True, False),
+        ("never", "around", "inside"),
+    )
+)
+
+
+@pytest.mark.parametrize(("strategy", "reshard", "recomputes"), gate_of(PRODUCT, "freezing"))
 def test_parameters_may_be_frozen_in_some_forwards_of_a_backward(
     ranks: Ranks, strategy: str, reshard: bool | None, recomputes: str
 ) -> None:

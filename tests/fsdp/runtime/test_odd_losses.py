@@ -27,6 +27,7 @@ from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.toy import Net, assert_same_grads, batches, mine, pair, shard
+from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -228,21 +229,31 @@ def _of_itself(model: nn.Module, x: torch.Tensor, scale: float) -> None:
 # Where weights are freed after forward, torch finds none in a backward that no output has begun.
 KEPT = [strategy for strategy in STRATEGIES if strategy != "optim_grads_params"]
 WAYS = [
-    *itertools.product([(_HidesItsOutput, _of_object, False)], STRATEGIES),
-    *itertools.product([(_GoesBackInForward, _of_itself, False)], STRATEGIES),
-    *itertools.product([(_SkipsTheLast, _of_loss, True)], STRATEGIES),
-    *itertools.product([(_HidesAnInnerOutput, _of_loss, False)], STRATEGIES),
-    *itertools.product([(_HidesAllOutputs, _of_object, False)], STRATEGIES),
-    *itertools.product([(_HidesAllOutputs, _of_object, True)], STRATEGIES),
-    *itertools.product([(_ReturnsNothing, _of_edits, False)], STRATEGIES),
-    *itertools.product([(_EditsAnObject, _of_loss, False)], STRATEGIES),
-    *itertools.product([(_UsesWhatAnInnerUnitReturns, _of_loss, False)], STRATEGIES),
-    *itertools.product([(_ReturnsNoneButAParameter, _of_product, False)], STRATEGIES),
-    *itertools.product([(_KeepsAFeature, _of_loss, False)], KEPT),
+    (_HidesItsOutput, _of_object, False),
+    (_GoesBackInForward, _of_itself, False),
+    (_SkipsTheLast, _of_loss, True),
+    (_HidesAnInnerOutput, _of_loss, False),
+    (_HidesAllOutputs, _of_object, False),
+    (_HidesAllOutputs, _of_object, True),
+    (_ReturnsNothing, _of_edits, False),
+    (_EditsAnObject, _of_loss, False),
+    (_UsesWhatAnInnerUnitReturns, _of_loss, False),
+    (_ReturnsNoneButAParameter, _of_product, False),
+    (_KeepsAFeature, _of_loss, False),
+]
+PRODUCT = [
+    (way, strategy)
+    for way in WAYS
+    for strategy in (KEPT if way[0] is _KeepsAFeature else STRATEGIES)
+]
+# Each way where weights are freed after forward, and in one of the strategies that keep them.
+SELECTED = [
+    *((way, STRATEGIES[-1]) for way in WAYS),
+    *zip(WAYS, itertools.cycle(KEPT), strict=False),
 ]
 
 
-@pytest.mark.parametrize(("way", "strategy"), WAYS)
+@pytest.mark.parametrize(("way", "strategy"), gate_of(PRODUCT, "odd-losses", SELECTED))
 def test_gradients_that_pass_by_a_units_outputs_are_reduced(
     ranks: Ranks, way: tuple[type[_Layers], Callable[..., Any], bool], strategy: str
 ) -> None:
@@ -403,9 +414,13 @@ def _regularised(
         net.zero_grad()
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("of_one", [_of_own_rows, _of_all_rows, _of_the_whole])
+PENALTIES = (_of_own_rows, _of_all_rows, _of_the_whole)
+
+
+@pytest.mark.parametrize(
+    ("of_one", "strategy", "is_before"),
+    gate_of(list(itertools.product(PENALTIES, STRATEGIES, (True, False))), "odd-losses"),
+)
 def test_losses_of_the_parameters_themselves_add_to_the_models(
     ranks: Ranks, of_one: Callable[[torch.Tensor], torch.Tensor], strategy: str, is_before: bool
 ) -> None:
