@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -115,11 +117,19 @@ def _step(
     )
 
 
+@pytest.fixture(scope="module")
+def step_of(ranks: Ranks) -> Callable[..., Step]:
+    """Return what a step costs on the first of two ranks, once for all who ask for the same."""
+    return functools.cache(lambda *args: ranks(2).run(_step, *args)[0])
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_gathers_codes_and_reduces_maxima_once(ranks: Ranks, name: str) -> None:
+def test_a_step_gathers_codes_and_reduces_maxima_once(
+    ranks: Ranks, step_of: Callable[..., Step], name: str
+) -> None:
     """Twice a unit and group, half or a quarter of the bytes of bf16, and one all-reduce."""
-    quantized = ranks(2).run(_step, name, "weights", "zero3 free")[0]
-    plain = ranks(2).run(_step, None, "weights", "zero3 free")[0]
+    quantized = step_of(name, "weights", "zero3 free")
+    plain = step_of(None, "weights", "zero3 free")
     # Blocks have vectors besides, and the root has a head that fp8_block alone takes.
     num_groups = 2 * NUM_BLOCKS + (2 if name == "fp8_block" else 1)
     assert (plain.gathers, plain.reductions) == (2 * (NUM_BLOCKS + 1), NUM_BLOCKS + 1)
@@ -160,9 +170,11 @@ def test_codes_are_half_or_a_quarter_of_bf16_without_padding(ranks: Ranks, name:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_ledgers_count_codes_tables_maxima_and_histories(ranks: Ranks, name: str) -> None:
+def test_ledgers_count_codes_tables_maxima_and_histories(
+    step_of: Callable[..., Step], name: str
+) -> None:
     """At rest a shard of codes and whole tables; maxima only while they are combined."""
-    found = ranks(2).run(_step, name, "weights", "zero3 free")[0]
+    found = step_of(name, "weights", "zero3 free")
     num_head = 1 if name == "fp8_block" else 0
     tables = NUM_BLOCKS * _table_nbytes(name) + 16 * num_head
     # Weights, inputs and gradients, 1,024 steps each, of two weights a block.

@@ -44,10 +44,8 @@ DIMS = {
 PRODUCT = [(recipe, name) for recipe in RECIPE_NAMES for name in DIMS]
 SELECTED = [
     ("fp8_current", "dp2 tp2"),
-    ("fp8_delayed", "dp2 tp2"),
-    ("fp8_delayed", "ep2"),
     ("fp8_delayed", "tp2 ep2"),
-    ("fp8_block", "tp2 ep2"),
+    ("fp8_block", "dp2 tp2"),
     ("mxfp8", "ep2"),
     ("nvfp4", "tp2 ep2"),
 ]

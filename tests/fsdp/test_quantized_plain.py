@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 
@@ -76,13 +77,18 @@ def _copied_model(both: Both) -> Both:
 _COPIES: list[Callable[[Both], Both]] = [copy.deepcopy, _copied_model, _pickled, _moved]
 
 
+@functools.cache
+def _trained_on(recipe: str) -> list[Tensor]:
+    return _train(*_trained(recipe), range(3, 6))
+
+
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("copied", _COPIES)
 def test_copies_of_a_plain_model_train_on_as_it_does(
     recipe: str, copied: Callable[[Both], Both]
 ) -> None:
     """Bit for bit, with the fp32 weights and by themselves: the other one is left as it is."""
-    expected = _train(*_trained(recipe), range(3, 6))
+    expected = _trained_on(recipe)
     source = _trained(recipe)
     model, optimizer = copied(source)
     assert all(map(torch.equal, _train(model, optimizer, range(3, 6)), expected))

@@ -40,10 +40,10 @@ from tests.pairwise import gate_of
 from tests.ranks import Ranks
 
 # Data ranks (replicas and shards, or shards), then ranks of tp.
-LAYOUTS = ((2, 2), (2, 2, 2))
+LAYOUTS = ((2, 2), (2, 1, 2), (2, 2, 2))
 PRODUCT = [(recipe, sizes) for recipe in RECIPE_NAMES for sizes in LAYOUTS]
-# Eight ranks on few cores are slow: the recipe with most to exchange runs there by default.
-SELECTED = [(recipe, (2, 2)) for recipe in RECIPE_NAMES] + [("nvfp4", (2, 2, 2))]
+# Eight ranks on few cores are slow: by default they quantize alone, and replicas have no shards.
+SELECTED = [(recipe, (2, 2)) for recipe in RECIPE_NAMES] + [("nvfp4", (2, 1, 2))]
 # torch says of tensors that two axes cut along one dim that they are gathered axis by axis.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*cpu device mesh.*:UserWarning"),
@@ -263,7 +263,9 @@ def _restores(recipe: str, sizes: tuple[int, ...], path: Path) -> None:
 
 
 RESTORED = [
-    (recipe, sizes) for recipe in RECIPE_NAMES for sizes in ((2, 1), (2, 2, 1), (2, 2), (2, 2, 2))
+    (recipe, sizes)
+    for recipe in RECIPE_NAMES
+    for sizes in ((2, 1), (2, 2, 1), (2, 2), (2, 1, 2), (2, 2, 2))
 ]
 
 
@@ -275,24 +277,21 @@ RESTORED = [
         [
             ("fp8_current", (2, 1)),
             ("mxfp8", (2, 2, 1)),
-            ("fp8_delayed", (2, 2, 1)),
-            ("fp8_block", (2, 2)),
-            ("fp8_delayed", (2, 2)),
             ("nvfp4", (2, 2)),
-            ("fp8_delayed", (2, 2, 2)),
+            ("fp8_delayed", (2, 1, 2)),
         ],
     ),
 )
 def test_loads_of_dcp_restore_all_that_training_goes_on_from(
     ranks: Ranks, tmp_path: Path, recipe: str, sizes: tuple[int, ...]
 ) -> None:
-    """Shards, replicas, both beside tp: codes, scales, main weights, moments, histories."""
+    """Shards, replicas, each beside tp: codes, scales, main weights, moments, histories."""
     ranks(int(torch.Size(sizes).numel())).run(_restores, recipe, sizes, tmp_path / "dcp")
 
 
 def _move(recipe: str, sizes: tuple[int, ...], source: Path | None, target: Path) -> list[Tensor]:
     model, optimizer = _run(recipe, sizes)
-    _train_apart(model, optimizer, range(2))
+    _train_apart(model, optimizer, range(2 if source is None else 1))
     if source is not None:
         _load(model, optimizer, source)
     dcp.save(_state(model, optimizer), checkpoint_id=target)
@@ -303,7 +302,7 @@ def _move(recipe: str, sizes: tuple[int, ...], source: Path | None, target: Path
 def test_loads_of_dcp_change_the_degree_of_tp(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
     """Two, one, two; other columns of a weight come from other files, bit for bit."""
     found, source = [], None
-    for number, sizes in enumerate(((2, 2), (2, 1), (1, 2), (2, 2))):
+    for number, sizes in enumerate(((2, 2), (2, 1), (1, 2))):
         target = tmp_path / str(number)
         pool = ranks(int(torch.Size(sizes).numel()))
         answers = pool.run(_move, recipe, sizes, source, target)
