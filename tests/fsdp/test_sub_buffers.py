@@ -38,7 +38,7 @@ _POLICIES = (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bflo
 
 def _sharded(options: dict[str, object], *, is_apart: bool) -> Net:
     with classes_apart() if is_apart else contextlib.nullcontext():
-        net = shard(Net(), **options)
+        net = shard(Net(num_blocks=1), **options)
     nums = [len(g.layout.sub_buffers) for u in units_below([net]).values() for g in u.groups]
     assert max(nums) == (3 if is_apart else 1)
     return net

@@ -46,7 +46,7 @@ from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
 from tests.pairwise import pairwise
 from tests.ranks import Ranks
 
-NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 8, 4, 3
+NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 2
 STRATEGIES = ["optim_grads_params", "optim_grads", "optim", "no_shard"]
 
 
@@ -182,7 +182,7 @@ def _pipelined(kind: Callable[..., Any], strategy: str, is_unit: bool = True) ->
         (Schedule1F1B, STRATEGIES),
         (ScheduleInterleaved1F1B, STRATEGIES[:1]),
         (ScheduleInterleavedZeroBubble, STRATEGIES),
-        (ScheduleZBVZeroBubble, STRATEGIES),
+        (ScheduleZBVZeroBubble, STRATEGIES[:1]),
         (ScheduleDualPipeV, STRATEGIES[:1]),
     ],
 )
