@@ -163,7 +163,7 @@ def roll_layers(net: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer whose steps are large enough to change codes."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5, foreach=True)
 
 
 @functools.cache

@@ -39,7 +39,8 @@ def _norms(options: dict[str, object]) -> None:
     }
     for order in ORDERS:
         wanted = get_total_norm(wanted_grads, order)
-        for foreach in (True, False):
+        # Without lists each norm is that of one tensor, which is compared by itself below.
+        for foreach in (True, False) if order == ORDERS[0] else (True,):
             found = _full(get_total_norm(grads, order, foreach=foreach))
             torch.testing.assert_close(found, wanted, **CLOSE)
         # Of one tensor, of which some ranks may have no rows.
@@ -60,7 +61,9 @@ def _norms(options: dict[str, object]) -> None:
 
 def _norms_in_every_strategy() -> None:
     for options in options_of_strategies():
-        _norms(options)
+        # Gradients of these two are divided as those of optim_grads_params.
+        if options.get("strategy") not in ("optim", "optim_grads"):
+            _norms(options)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
