@@ -138,7 +138,7 @@ def _equals_one_process() -> None:
             model(torch.arange(13))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_initialisers_on_sharded_parameters_draw_what_one_process_draws(
     ranks: Ranks, num_ranks: int
 ) -> None:
@@ -331,7 +331,7 @@ def _other_draws() -> None:
             assert torch.equal(own.detach().full_tensor(), wanted.detach()), options
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_noise_is_that_of_one_process(ranks: Ranks, num_ranks: int) -> None:
     """Draws in place, with a generator and through ``.data`` too."""
     ranks(num_ranks).run(_other_draws)

@@ -209,7 +209,7 @@ def train_both(
     *,
     num_steps: int,
     num_microbatches: int = 1,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = fused_adamw,
 ) -> list[tuple[float, float]]:
     """Train both on the same global batches; return their losses, the sharded one's averaged."""
     optimizers = [make_optimizer(reference), make_optimizer(sharded)]

@@ -78,28 +78,28 @@ def _assert_same_weights(net: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(own, whole)
 
 
-def _train(**options: object) -> None:
-    for storage in (torch.bfloat16, torch.uint8):
-        # Built twice, because a copy of a parameter has no attributes.
-        reference, net = _net(storage), _sharded(_net(storage), **options)
-        optimizers = [adamw(reference), adamw(net)]
-        for _ in range(2):
-            batch = torch.randn(dist.get_world_size(), 3, WIDTH)
-            for rows in batch:
-                (reference(rows).square().mean() / len(batch)).backward()
-            net(batch[dist.get_rank()]).square().mean().backward()
-            assert_same_grads(net, reference, rtol=0, atol=0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        _assert_same_weights(net, reference)
-        with summon_full_params(net):
-            assert torch.equal(net(batch[0]), reference(batch[0]))
+def _train(storage: torch.dtype, **options: object) -> None:
+    # Built twice, because a copy of a parameter has no attributes.
+    reference, net = _net(storage), _sharded(_net(storage), **options)
+    optimizers = [adamw(reference), adamw(net)]
+    for _ in range(2):
+        batch = torch.randn(dist.get_world_size(), 3, WIDTH)
+        for rows in batch:
+            (reference(rows).square().mean() / len(batch)).backward()
+        net(batch[dist.get_rank()]).square().mean().backward()
+        assert_same_grads(net, reference, rtol=0, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_same_weights(net, reference)
+    with summon_full_params(net):
+        assert torch.equal(net(batch[0]), reference(batch[0]))
 
 
 def _train_each() -> None:
+    storages = itertools.cycle((torch.bfloat16, torch.uint8))
     for options in (*options_of_strategies(), {"offload_policy": OffloadPolicy(params=True)}):
-        _train(**options)
+        _train(next(storages), **options)
 
 
 def test_training_over_packed_weights_has_the_bits_of_one_process(ranks: Ranks) -> None:
