@@ -195,7 +195,7 @@ def _hugging_face() -> None:
             if name != "bert" or model is models[0]:
                 model.tie_weights()
             torch.manual_seed(SEED)
-            # torch 2.11 would lose the cuts of a row that a rule takes while gradients are recorded.
+            # torch 2.11 would lose the cuts of a row taken while gradients are recorded.
             with torch.set_grad_enabled(not IS_DISPATCH_BYPASSED):
                 model.apply(model._init_weights)
             model.eval()

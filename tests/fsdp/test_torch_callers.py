@@ -42,6 +42,7 @@ from megafsdp import (
     summon_full_params,
 )
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
 from tests.pairwise import pairwise
 from tests.ranks import Ranks
@@ -176,14 +177,19 @@ def _pipelined(kind: Callable[..., Any], strategy: str, is_unit: bool = True) ->
     assert not any(unit.is_at_work or unit.is_unsharded for unit in units)
 
 
+_BOTH_ENDS_OF_A_V = pytest.mark.skipif(
+    IS_DISPATCH_BYPASSED, reason="torch 2.11 sends to the same rank, which gloo cannot"
+)
+
+
 @pytest.mark.parametrize(
     ("kind", "strategies"),
     [
         (Schedule1F1B, STRATEGIES),
         (ScheduleInterleaved1F1B, STRATEGIES[:1]),
         (ScheduleInterleavedZeroBubble, STRATEGIES),
-        (ScheduleZBVZeroBubble, STRATEGIES[:1]),
-        (ScheduleDualPipeV, STRATEGIES[:1]),
+        pytest.param(ScheduleZBVZeroBubble, STRATEGIES[:1], marks=_BOTH_ENDS_OF_A_V),
+        pytest.param(ScheduleDualPipeV, STRATEGIES[:1], marks=_BOTH_ENDS_OF_A_V),
     ],
 )
 def test_torchs_pipelining_trains_as_one_process(
