@@ -198,9 +198,16 @@ def _forget_last_call() -> None:
         cache.cache_clear()
     dtensor_random._rng_tracker = None
     gc.collect()
-    # What is alive now, such as modules that calls have imported, no call made for itself: the
-    # collector, which runs between any two calls, need not look at it again.
-    gc.freeze()
+    if _num_threads() == 1:
+        # No group is alive that a later collection could free. Modules that calls have imported
+        # are, and need not be looked at again between any two calls.
+        gc.freeze()
+
+
+def _num_threads() -> int:
+    """Return the number of this process's threads, those of groups included; 0 if unknown."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
 def _adopt_caller_state(call: Call) -> None:
