@@ -226,6 +226,16 @@ def _of_itself(model: nn.Module, x: torch.Tensor, scale: float) -> None:
     model(x, scale)
 
 
+def _of_weights_frozen_since(model: nn.Module, x: torch.Tensor, scale: float) -> None:
+    found = model(x)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(x)
+    model.requires_grad_(True)
+    loss = found if isinstance(found, torch.Tensor) else found.loss
+    (loss * scale).backward()
+
+
 # Where weights are freed after forward, torch finds none in a backward that no output has begun.
 KEPT = [strategy for strategy in STRATEGIES if strategy != "optim_grads_params"]
 WAYS = [
@@ -240,6 +250,9 @@ WAYS = [
     (_UsesWhatAnInnerUnitReturns, _of_loss, False),
     (_ReturnsNoneButAParameter, _of_product, False),
     (_KeepsAFeature, _of_loss, False),
+    # No output says that a backward begins for which they are to be trained again.
+    (_HidesItsOutput, _of_weights_frozen_since, False),
+    (_HidesAnInnerOutput, _of_weights_frozen_since, False),
 ]
 PRODUCT = [
     (way, strategy)
