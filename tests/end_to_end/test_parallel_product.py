@@ -142,10 +142,12 @@ def _train(model: nn.Module, num_microbatches: int, share: tuple[int, int]) -> T
     max_norm = CLIP_NORM_OF_MIXTURES if is_mixture else CLIP_NORM
     for step in range(NUM_STEPS):
         loss = 0.0
-        for k in range(1, num_microbatches + 1):
-            tokens, labels, mask = batch_of(NUM_ROWS, LENGTH, step * num_microbatches + k)
+        for k in range(num_microbatches):
+            # Those from 0 on move a router's bias there and back.
+            seed = 1 + step * num_microbatches + k
+            tokens, labels, mask = batch_of(NUM_ROWS, LENGTH, seed)
             inputs = (tokens, labels) if isinstance(model, Llama) else (tokens, labels, mask)
-            is_last = k == num_microbatches
+            is_last = k == num_microbatches - 1
             is_sharded = num_ranks > 0
             context = microbatch(model, is_last) if is_sharded else contextlib.nullcontext()
             with context:

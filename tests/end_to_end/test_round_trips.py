@@ -186,7 +186,8 @@ def _check(
 
 
 # What files are cut by on both sides is the number of data ranks and the degrees of tp and ep. Of
-# the places alike in these, each selected pair takes others.
+# the places alike in these, each selected pair takes others; by threes, each form of the states has
+# two sources.
 ALIKE: dict[tuple[int, ...], list[tuple[Place, Place]]] = {}
 for _both in itertools.product(PLACES, PLACES):
     _degrees = ((math.prod(shape), tp, ep) for _, shape, tp, ep in _both)
