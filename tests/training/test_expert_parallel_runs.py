@@ -24,7 +24,7 @@ def _config(folder: Path, steps: int, model: dict[str, Any], **degrees: int) -> 
         folder,
         model={"router_balance": "bias", "router_bias_update_rate": _RATE, **model},
         parallel=degrees,
-        # At a rate of 1e-2, Adam makes of a difference in the last bit one of 1e-5 in a few steps,
+        # At a rate of 1e-2, Adam makes of a difference in the last bit one of 1e-5 in five steps,
         # where keys of the linear attention, which are normalized, are small.
         optimizer={"clip_norm": 0.5, "lr": 3e-3},
         train={"steps": steps},
@@ -61,20 +61,20 @@ def test_a_run_with_shared_experts_is_that_without_and_goes_on_at_another_degree
     for name in ("whole", *axes):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name)
-    whole = ranks(2).run(_train, _config(tmp_path / "whole", 5, model))[0]
+    whole = ranks(2).run(_train, _config(tmp_path / "whole", 6, model))[0]
     loads = [row["expert_max_load"] for row in rows(tmp_path / "whole") if "loss" in row]
     assert all(1.0 < load <= 2.0 for load in loads)
-    assert whole[-1][0] < whole[0][0] - 0.2
+    assert whole[-1][0] < whole[0][0] - 0.3
     for axis in axes:
         parts = tmp_path / axis
         first = ranks(4).run(_train, _config(parts, 3, model, ep=2, **{axis: 2}))
-        rest = ranks(2).run(_train, _config(parts, 5, model, ep=2))
+        rest = ranks(2).run(_train, _config(parts, 6, model, ep=2))
         for seen in first:
             assert sum(seen, ()) == pytest.approx(sum(whole[:3], ()), rel=1e-6), axis
             assert seen == first[0], axis
         for seen in rest:
             assert sum(seen, ()) == pytest.approx(sum(whole[3:], ()), rel=1e-6), axis
-        for step in (3, 5):
+        for step in (3, 6):
             wanted, found = _biases(tmp_path / "whole", step), _biases(parts, step)
             assert len(found) == 2
             assert found.keys() == wanted.keys()

@@ -63,10 +63,10 @@ def _config(folder: Path, steps: int, **degrees: int) -> Config:
 
 @pytest.fixture(scope="module")
 def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[_Seen]:
-    """Return what two data-parallel ranks see of four steps."""
+    """Return what two data-parallel ranks see of six steps."""
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
-    return ranks(2).run(_train, _config(folder, steps=4))
+    return ranks(2).run(_train, _config(folder, steps=6))
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
@@ -79,27 +79,27 @@ def test_a_run_at_degree_2_is_that_at_1_and_goes_on_there(
     the samples are the next ones, and only the random states begin anew.
     """
     write_corpus(tmp_path)
-    first = ranks(4).run(_train, _config(tmp_path, steps=2, **{axis: 2}))
-    rest = ranks(2).run(_train, _config(tmp_path, steps=4))
+    first = ranks(4).run(_train, _config(tmp_path, steps=3, **{axis: 2}))
+    rest = ranks(2).run(_train, _config(tmp_path, steps=6))
     for rank, seen in enumerate(first):
         alone = whole[rank // 2]
-        assert seen.samples == alone.samples[:2]
-        assert seen.draws == alone.draws[:2]
-        assert seen.losses == pytest.approx(alone.losses[:2], rel=1e-5)
-        assert seen.norms == pytest.approx(alone.norms[:2], rel=1e-5)
+        assert seen.samples == alone.samples[:3]
+        assert seen.draws == alone.draws[:3]
+        assert seen.losses == pytest.approx(alone.losses[:3], rel=1e-5)
+        assert seen.norms == pytest.approx(alone.norms[:3], rel=1e-5)
         assert seen.evaluation is not None
         assert seen.evaluation.num_tokens == whole[0].evaluation.num_tokens
         # The same bits, so that copies cannot drift apart.
         assert (seen.losses, seen.norms) == (first[0].losses, first[0].norms)
     assert first[0].draws != first[2].draws
     for seen, alone in zip(rest, whole, strict=True):
-        assert seen.samples == alone.samples[2:]
-        assert seen.losses == pytest.approx(alone.losses[2:], rel=1e-5)
+        assert seen.samples == alone.samples[3:]
+        assert seen.losses == pytest.approx(alone.losses[3:], rel=1e-5)
         assert seen.evaluation.loss == pytest.approx(alone.evaluation.loss, rel=1e-5)
         (warning,) = seen.warnings
         assert "saved by 4 ranks and is loaded by 2" in warning
-    assert whole[0].losses[-1] < whole[0].losses[0] - 0.2
-    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4]
+    assert whole[0].losses[-1] < whole[0].losses[0] - 0.3
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
