@@ -93,9 +93,9 @@ def test_two_ranks_train_as_one_process_that_quantizes_whole_weights(
     ),
 )
 def test_many_steps_stay_those_of_one_process(ranks: Ranks, name: str, operands: str) -> None:
-    """Ten steps, bit by bit."""
-    wanted = trained_alone(name, operands, 10, 2, 1)
-    for found in ranks(2).run(_trained, "zero3", name, operands, 10, 1):
+    """Twenty steps, bit by bit."""
+    wanted = trained_alone(name, operands, 20, 2, 1)
+    for found in ranks(2).run(_trained, "zero3", name, operands, 20, 1):
         assert_equal(found, wanted)
 
 
