@@ -3,7 +3,7 @@
 from megafsdp import checkpoint
 from megafsdp.buffer.dtensor.uneven import full_tensor
 from megafsdp.fsdp.forward_method import register_fsdp_forward_method
-from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle
+from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,
@@ -13,6 +13,7 @@ from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, microbatch
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.quantized_model import quantize_, requantize_
+from megafsdp.fsdp.unshard_handle import UnshardHandle
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed
 from megafsdp.mesh.annotation import ExpertRange, annotate
 from megafsdp.mesh.fused_parts import FusedParts

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import Pending, all_gather
+from megafsdp.buffer.comm.custom import AllGather, all_gather_by
 from megafsdp.buffer.layout import FlatLayout
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.mesh.placement import Residence
@@ -143,13 +144,19 @@ class DBuffer:
 
 
 def gather_buffers(
-    full: Sequence[DBuffer], shards: Sequence[DBuffer], *, group: dist.ProcessGroup, label: str
+    full: Sequence[DBuffer],
+    shards: Sequence[DBuffer],
+    *,
+    group: dist.ProcessGroup,
+    label: str,
+    comm: AllGather | None = None,
 ) -> Pending:
     """Fill buffers from every rank's shards, in one call; collective.
 
     ``full`` are whole buffers and ``shards`` their shards. Or ``full`` are shards of an inner axis
     and ``shards`` the pieces into which an outer axis divides them. A buffer in both lists is whole
-    and already contains this rank's part.
+    and already contains this rank's part. ``comm`` is the user's object that gathers over
+    several ranks, if there is one.
     """
     pairs = list(zip(full, shards, strict=True))
     inputs: list[torch.Tensor] = []
@@ -158,4 +165,6 @@ def gather_buffers(
         assert own is whole or own.residence is Residence.SHARD, "a gather joins shards"
         inputs += own.parts(group.rank()) if own is whole else own.pieces()
     outputs = [piece for whole, _ in pairs for piece in whole.pieces()]
-    return all_gather(outputs, inputs, group=group, label=label)
+    if comm is None or group.size() == 1:
+        return all_gather(outputs, inputs, group=group, label=label)
+    return all_gather_by(comm, outputs, inputs, group=group, label=label)

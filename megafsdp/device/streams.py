@@ -57,12 +57,16 @@ class DeviceHandle:
     @property
     def to_host_stream(self) -> torch.cuda.Stream | None:
         """Return the device's single stream for copies to the host; None on CPU."""
-        return _copy_streams(self.device)[0] if self.is_asynchronous else None
+        return self.shared_stream("copies to the host")
 
     @property
     def to_device_stream(self) -> torch.cuda.Stream | None:
         """Return the device's single stream for copies from the host; None on CPU."""
-        return _copy_streams(self.device)[1] if self.is_asynchronous else None
+        return self.shared_stream("copies from the host")
+
+    def shared_stream(self, purpose: str) -> torch.cuda.Stream | None:
+        """Return the device's single stream for a purpose; None on CPU."""
+        return _shared_stream(self.device, purpose) if self.is_asynchronous else None
 
     def adopt_thread(self) -> None:
         """Make this device the calling thread's current one; threads that wait for events call it.
@@ -143,8 +147,8 @@ class DeviceHandle:
 # torch has 32 streams per device, which all callers share. With a stream for each group, copies of
 # both directions, and collectives, would come to share a stream and wait for each other.
 @functools.cache
-def _copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+def _shared_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def device_handle(device_type: str) -> DeviceHandle:

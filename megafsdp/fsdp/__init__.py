@@ -4,7 +4,7 @@ Read first: fully_shard.py, then params and runtime.
 """
 
 from megafsdp.fsdp.forward_method import register_fsdp_forward_method
-from megafsdp.fsdp.fsdp_module import FSDPModule, UnshardHandle
+from megafsdp.fsdp.fsdp_module import FSDPModule
 from megafsdp.fsdp.full_params import (
     full_state_dict,
     load_full_state_dict,
@@ -13,6 +13,7 @@ from megafsdp.fsdp.full_params import (
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, microbatch
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
+from megafsdp.fsdp.unshard_handle import UnshardHandle
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed
 
 __all__ = [

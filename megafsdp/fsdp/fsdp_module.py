@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from megafsdp.buffer.comm.custom import AllGather, ReduceScatter
 from megafsdp.device.memory import outside_inference_mode
 from megafsdp.device.torch_private import is_backward_running
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
 from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
 from megafsdp.fsdp.runtime.unit import FSDPUnit, hidden_parameters, unit_of, units_below
 from megafsdp.fsdp.torch_state import TorchState, mark_managed, show_weights_to_split_backward
+from megafsdp.fsdp.unshard_handle import UnshardHandle
 from megafsdp.mesh.torch_private import (
     check_before_torch_shards,
     register_as_fully_sharded,
@@ -34,25 +36,6 @@ from megafsdp.mesh.torch_private import (
 )
 
 _PREFIX = "FSDP"
-
-
-class UnshardHandle(TorchUnshardHandle):
-    """A gather under way, returned by :meth:`FSDPModule.unshard`."""
-
-    def __init__(self, unit: FSDPUnit) -> None:
-        self._unit: FSDPUnit | None = unit
-        self._num_rests = unit.num_rests
-
-    def wait(self) -> None:
-        """Wait for the gather and show the unsharded parameters; later calls return at once.
-
-        Nothing is shown if a forward, a backward or ``reshard()`` has meanwhile brought the unit to
-        rest.
-        """
-        unit, self._unit = self._unit, None
-        if unit is not None and unit.num_rests == self._num_rests:
-            unit.finish_unshard()
-            unit.show_unsharded()
 
 
 if TYPE_CHECKING:
@@ -281,31 +264,72 @@ class FSDPModule(_Mixin):
                 None if hook is None else ReducedHook(hook, group.device, stream)
             )
 
-    def set_custom_all_gather(self, comm: object) -> None:
-        """Refuse torch's replacement of the gather: ours works in flat buffers of a fixed layout.
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Let an object of yours gather this unit's weights over the ranks that divide them.
+
+        It is called once a parameter group (parameters that share dtypes and ranks) and gather, in
+        the same order on all ranks, in place of the default, which writes into the unsharded
+        parameters without a copy. Joins over an outer axis and groups of one rank go without it.
+
+        Args:
+            comm: torch's ``AllGather`` or anything like it: ``allocate(size, dtype=, device=)``
+                returns memory, and ``comm(output_tensor=, input_tensor=, group=, async_op=False)``
+                fills it. Both are 1-D, in the compute dtype (uint8 for quantized weights), and the
+                input is this rank's part of the output. On CUDA both are called on a stream of
+                their own. None restores the default.
 
         Raises:
-            NotImplementedError: Always.
+            TypeError: ``comm`` cannot be called, or allocates nothing; in a gather, it returned
+                memory of another size, dtype or device than was asked for.
+            ValueError: The unit's weights are replicated (``no_shard``).
         """
-        # Buffers have gaps and uneven ranges, and one gather may coalesce several of them.
-        raise _not_built(
-            "an all-gather of the user's, which has another layout than our flat buffers",
-            where="set_custom_all_gather()",
-            hint="Leave out the call: gathers write into the unsharded parameters, without a copy",
-        )
+        for group in self._groups_for(comm, where="set_custom_all_gather()"):
+            group.compute_weight.all_gather_comm = comm
 
-    def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Refuse torch's replacement of the reduction: ours works in flat buffers.
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Let an object of yours sum this unit's gradients over the ranks that divide them.
+
+        It is called once a parameter group and reduction, in the same order on all ranks. Sums over
+        an outer axis and groups of one rank go without it.
+
+        Args:
+            comm: torch's ``ReduceScatter`` or anything like it: ``allocate()`` as for
+                :meth:`set_custom_all_gather`, for input and output, and ``comm(output_tensor=,
+                input_tensor=, group=, op=ReduceOp.SUM)``. Both are 1-D and of the reduce dtype.
+                None restores the default.
 
         Raises:
-            NotImplementedError: Always.
+            TypeError: As for :meth:`set_custom_all_gather`.
+            ValueError: As there.
         """
-        # Partial gradients may be summed in another dtype than they are sent in.
-        raise _not_built(
-            "a reduce-scatter of the user's, which has another layout than our flat buffers",
-            where="set_custom_reduce_scatter()",
-            hint="Leave out the call, or use set_separate_reduce_scatter_group()",
-        )
+        for group in self._groups_for(comm, where="set_custom_reduce_scatter()"):
+            group.gradients.summing.reduce_scatter_comm = comm
+
+    def _groups_for(self, comm: object, *, where: str) -> list[ParameterGroup]:
+        """Return the groups whose collectives an object of the user's may make."""
+        if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+            raise TypeError(
+                expected(
+                    "an object with allocate() that can be called, such as one of a subclass of "
+                    "torch's AllGather or ReduceScatter",
+                    repr(comm),
+                    where=where,
+                    hint="Give one, or None for the default",
+                )
+            )
+        groups = self._fsdp_unit().groups
+        sharded = [group for group in groups if group.axes.is_sharded]
+        if groups and not sharded and comm is not None:
+            raise ValueError(
+                expected(
+                    "a unit whose weights are divided",
+                    "one of strategy 'no_shard'",
+                    where=where,
+                    hint="Nothing is gathered or scattered there; choose another strategy, or "
+                    "set_all_reduce_hook() to change sums of gradients",
+                )
+            )
+        return sharded
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose ``nccl_user_buffers`` of ``fully_shard`` for this unit, before its first forward.
@@ -345,7 +369,8 @@ class FSDPModule(_Mixin):
         raise _not_built(
             "buffers in symmetric memory",
             where="set_symm_mem_for_comm()",
-            hint="Give nccl_user_buffers=True to fully_shard(), which registers memory with NCCL",
+            hint="Give nccl_user_buffers=True to fully_shard(), which registers memory with NCCL, "
+            "or set_custom_all_gather() an object whose allocate() returns such memory",
         )
 
     def join_hook(self, **kwargs: object) -> None:
@@ -368,7 +393,7 @@ class FSDPModule(_Mixin):
         Other backends are never asked to scale.
         """
         for group in self._fsdp_unit().groups:
-            group.gradients.force_sum = enable
+            group.gradients.summing.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -68,6 +68,10 @@ class TorchState:
     # ends the backward of all units, so the list is empty.
     all_states: tuple[TorchState, ...] = ()
 
+    # share_comm_ctx() lets the stages of a rank use the streams of one of them. Collectives of our
+    # units use those of the device and of its process groups, which all roots share.
+    _fsdp_param_groups: tuple[object, ...] = ()
+
     def __init__(self, module: nn.Module) -> None:
         # The module owns its state: a strong reference would be a cycle.
         self._module = weakref.ref(module)
@@ -84,6 +88,14 @@ class TorchState:
     @property
     def _state_ctx(self) -> TorchState:
         return self
+
+    @property
+    def _comm_ctx(self) -> None:
+        """Return what share_comm_ctx() hands on."""
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, value: object) -> None:
+        """Take what share_comm_ctx() hands on: there is nothing to do."""
 
     def _root_post_backward_final_callback(self) -> None:
         context = self._unit().require_context()
@@ -125,8 +137,8 @@ class TorchState:
             expected(
                 "a unit of torch's fully_shard()",
                 f"one of megafsdp, which has no '{name}'",
-                where="code of torch that works on the inner state of its units, such as "
-                "share_comm_ctx()",
-                hint="Leave out the call: units of megafsdp have no streams of their own to share",
+                where="code of torch that works on the inner state of its units, such as its "
+                "FSDPMemTracker",
+                hint="Leave out the call: units of megafsdp have another inner state",
             )
         )

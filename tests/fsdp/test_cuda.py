@@ -24,6 +24,7 @@ from megafsdp.buffer.comm.collectives import backends, record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
+from tests.user_comms import UserAllGather, UserReduceScatter
 
 pytestmark = pytest.mark.gpu
 
@@ -223,6 +224,49 @@ def _hooked(options: dict[str, object]) -> None:
         parameter.grad *= 2
     assert_same_grads(net, reference, rtol=1e-3, atol=1e-5)
     assert len(streams) == 1 and main not in streams
+
+
+class _Slow:
+    """Makes a user's collective later than the engine's other work could be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: set[torch.cuda.Stream] = set()
+
+    def _note(self, input_tensor: torch.Tensor) -> None:
+        super()._note(input_tensor)
+        self.streams.add(torch.cuda.current_stream())
+        torch.cuda._sleep(10_000_000)
+
+
+class _SlowAllGather(_Slow, UserAllGather):
+    pass
+
+
+class _SlowReduceScatter(_Slow, UserReduceScatter):
+    pass
+
+
+def _with_comms(options: dict[str, object]) -> None:
+    reference = Net().cuda()
+    net = shard(copy.deepcopy(reference), **options)
+    comms = _SlowAllGather(), _SlowReduceScatter()
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(comms[0])
+            module.set_custom_reduce_scatter(comms[1])
+    for batch in batches(3):
+        reference(*(t.cuda() for t in batch)).backward()
+        net(*(t.cuda() for t in mine(batch))).backward()
+    assert_same_grads(net, reference, rtol=1e-3, atol=1e-5)
+    streams = {torch.cuda.current_stream()}.union(*(comm.streams for comm in comms))
+    assert len(streams) == 3, "one for gathers, one for sums, and that of forward and backward"
+
+
+@pytest.mark.parametrize("name", ["zero-3", "zero-1", "zero-3 on the host"])
+def test_collectives_of_the_users_run_beside_the_kernels(ranks: Ranks, name: str) -> None:
+    """On streams of their own; nothing is read, or freed, before their work is done."""
+    ranks(2, "gloo").run(_with_comms, OPTIONS[name])
 
 
 @pytest.mark.parametrize("name", ["zero-3", "zero-1", "zero-3 on the host"])

@@ -6,8 +6,10 @@ Lines that must not pass a checker have a ``type: ignore``, which mypy reports w
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megafsdp import (
@@ -63,6 +65,26 @@ def train() -> list[float]:
     return losses
 
 
+class Gather:
+    """An all-gather of one's own, in the form of torch's."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather."""
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
 def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> None:
     """Call every method of a unit."""
     model.set_is_last_backward(True)
@@ -93,10 +115,9 @@ def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> N
             module.reshard()
     model.set_all_reduce_hook(print, stream=None)
     model.set_all_reduce_hook(None)
-    with contextlib.suppress(NotImplementedError):
-        model.set_custom_all_gather(object())
-    with contextlib.suppress(NotImplementedError):
-        model.set_custom_reduce_scatter(object())
+    model.set_custom_all_gather(Gather())
+    model.set_custom_all_gather(None)
+    model.set_custom_reduce_scatter(None)
     with contextlib.suppress(NotImplementedError):
         model.set_symm_mem_for_comm("NCCL")
     with contextlib.suppress(NotImplementedError):

@@ -50,8 +50,8 @@ def stand_in(order: Order) -> Iterator[StandInDevice]:
         for patch in _patches(device):
             stack.enter_context(patch)
         # The streams of the device before, if there was one, and of this one.
-        streams._copy_streams.cache_clear()
-        stack.callback(streams._copy_streams.cache_clear)
+        streams._shared_stream.cache_clear()
+        stack.callback(streams._shared_stream.cache_clear)
         stack.enter_context(device.use_thread())
         yield device
         device.end()

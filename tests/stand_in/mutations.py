@@ -119,6 +119,24 @@ _TABLE = {
     "buffer/comm/collectives.py": [
         ("                work.wait()", ("engine", "ZeRO-3", "LAZY"), "                pass"),
     ],
+    "buffer/comm/custom.py": [
+        (
+            "        self._handle.wait_event(event)",
+            ("engine", "ZeRO-3, user's collectives", "COMPUTE_FIRST"),
+            "        pass",
+        ),
+        (
+            "    handle.wait_stream(stream, handle.current_stream())\n    with",
+            ("engine", "ZeRO-3, user's collectives", "COPIES_FIRST"),
+            "    with",
+        ),
+        (
+            "        handle.wait_stream(handle.current_stream(), stream)\n\n",
+            ("engine", "ZeRO-3, user's collectives", "COMPUTE_FIRST"),
+            "\n",
+        ),
+        ("        work.wait()", ("engine", "ZeRO-3, user's collectives", "LAZY"), "        pass"),
+    ],
     "fsdp/runtime/agreement.py": [
         ("exchange.wait()", ("engine", "ZeRO-3, odd", "LAZY")),
     ],
@@ -151,9 +169,9 @@ _TABLE = {
             "            self._full",
         ),
         (
-            "        self._source.finish_refresh()\n        self._is_outdated",
+            "        self._source.finish_refresh()\n        full.storage",
             ("engine", "HFSDP", "COMPUTE_FIRST"),
-            "        self._is_outdated",
+            "        full.storage",
         ),
         (
             "self._gather = pending, source, own",

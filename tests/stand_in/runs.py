@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megafsdp import FusedAdam, MixedPrecisionPolicy, microbatch
 from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from tests.fsdp.toy import WIDTH, Net, batches, mine, shard
 from tests.stand_in.connect import stand_in
@@ -81,6 +82,7 @@ class Case:
             parameter; forwards without backward leave out the blocks always.
         fails: Whether a backward of the second step fails first.
         repeats: Whether each step is made twice, with the same gradients.
+        has_comms: Whether objects of the user's make the collectives of all units.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +96,29 @@ class Case:
     is_odd: bool = False
     fails: bool = False
     repeats: bool = False
+    has_comms: bool = False
+
+
+class _Gather:
+    """A user's all-gather, whose work goes on after the call."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory of the device."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> Any:
+        """Gather."""
+        pair = output_tensor, input_tensor
+        return collectives._all_gather_single(*pair, group=group, async_op=True)
+
+
+class _ReduceScatter(_Gather):
+    """A user's reduce-scatter."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any) -> Any:
+        """Sum."""
+        pair = output_tensor, input_tensor
+        return collectives._reduce_scatter_single(*pair, group=group, op=op, async_op=True)
 
 
 def make_net(case: Case) -> Odd:
@@ -103,6 +128,10 @@ def make_net(case: Case) -> Odd:
         options["mesh"] = init_device_mesh("cpu", case.mesh, mesh_dim_names=("outer", "inner"))
     net = shard(Odd().to(DEVICE), mp_policy=case.policy, **options)
     assert isinstance(net, Odd)
+    if case.has_comms:
+        for unit in units_below([net]).values():
+            unit.modules[0].set_custom_all_gather(_Gather())
+            unit.modules[0].set_custom_reduce_scatter(_ReduceScatter())
     return net
 
 

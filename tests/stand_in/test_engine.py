@@ -16,6 +16,8 @@ CASES = {
     "ZeRO-3, fails": Case(fails=True),
     "ZeRO-3, two ahead": Case({"prefetch": 2}, policy=FP32),
     "ZeRO-3, slices": Case({"reshard_after_forward": 2}),
+    "ZeRO-3, user's collectives": Case(has_comms=True),
+    "ZeRO-3, user's collectives, fails": Case(has_comms=True, fails=True),
     "replicated": Case({"strategy": "no_shard"}),
     "parameters on the host": Case(HOST),
     "optimizer on the host": Case(offload={"offload_fraction": 0.5}),
@@ -33,6 +35,7 @@ QUICK = {
     "ZeRO-2": Order.RANDOM,
     "ZeRO-3, odd": Order.COMPUTE_FIRST,
     "HFSDP": Order.COMPUTE_FIRST,
+    "ZeRO-3, user's collectives": Order.RANDOM,
 }
 NUM_RANKS = 2
 RUN = train

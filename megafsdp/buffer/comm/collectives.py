@@ -1,6 +1,7 @@
 """All calls of ``torch.distributed`` collectives.
 
-Every exchange between ranks goes through this file. So it alone handles differences between torch
+Every exchange between ranks goes through this file, except those that an object of the user's makes
+(:mod:`megafsdp.buffer.comm.custom`). So it alone handles differences between torch
 versions and backends, makes byte views of dtypes that a backend refuses, and counts calls and bytes
 (:func:`record_collectives`). In a process group of size 1 a function does its work on the rank
 itself, and no collective is issued or counted. This file takes tensors and process groups; layouts,
@@ -15,7 +16,6 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from megafsdp.buffer.comm import trace
 from megafsdp.buffer.comm.gloo import look_out, sum_shards, wait_for_rest
+from megafsdp.buffer.comm.scaling import start_scaling, write_scaled
 from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
 from megafsdp.errors import expected, listed
-from megafsdp.mesh.torch_private import coalesce_collectives, premultiplied_sum
+from megafsdp.mesh.torch_private import coalesce_collectives
 
 
 class Pending:
@@ -97,6 +98,11 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backends(group).get(device.type) == "gloo"
 
 
+def _can_scale(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a group's library can multiply what it sums; only NCCL can."""
+    return backends(group).get(device.type) == "nccl"
+
+
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
     """Return whether a group has only one rank; None means the group of all ranks."""
     if group is None:
@@ -128,7 +134,8 @@ _UNEVEN = "all_to_all"
 atexit.register(wait_for_rest)
 
 
-def _count(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
+def note_issued(kind: str, label: str, nbytes: int, group: dist.ProcessGroup | None) -> None:
+    """Count a collective that is about to be issued; MEGAFSDP_DEBUG=1 compares it between ranks."""
     name = "" if group is None else group.group_name
     if name not in trace.issued.members:
         trace.issued.members[name] = dist.get_process_group_ranks(group)
@@ -175,7 +182,7 @@ def all_gather(
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
         return Pending()
-    _count("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
+    note_issued("all_gather", label, sum(o.numel() * o.element_size() for o in output), group)
     # NCCL coalesces only tensors of one dtype, but codes and scales of a format have two.
     as_bytes = len({o.dtype for o in output}) > 1
     pairs = [
@@ -267,7 +274,7 @@ def reduce_scatter(
         return Pending(finish=_writing(output, [[p] for p in partials], scale, accumulate, group))
     is_exchanged = is_gloo(group, output[0].device)
     wires = partials if is_exchanged else [partial.to(reduce_dtype) for partial in partials]
-    _count("reduce_scatter", label, sum(wire.nbytes for wire in wires), group)
+    note_issued("reduce_scatter", label, sum(wire.nbytes for wire in wires), group)
     with profiler_range("reduce_scatter", label):
         if is_exchanged:
             exchanges = [_exchange(wire, group) for wire in wires]
@@ -276,7 +283,8 @@ def reduce_scatter(
             finish = _writing(output, shards, scale, accumulate, group)
             return Pending([work for work, _ in exchanges], finish, is_on_gloo=True)
         is_direct = not accumulate and output[0].dtype == reduce_dtype
-        op, factor = _start_scaling(wires, scale, group, is_direct=is_direct, force_sum=force_sum)
+        can_scale = not force_sum and _can_scale(group, output[0].device)
+        op, factor = start_scaling(wires, scale, group, is_direct=is_direct, can_scale=can_scale)
         sums = output if is_direct else [wires[0].new_empty(out.shape) for out in output]
         pairs = list(zip(sums, wires, strict=True))
         works = _launch(_reduce_scatter_single, pairs, group=group, op=op)
@@ -302,7 +310,7 @@ def start_all_to_all(
     if _is_alone(group):
         output.copy_(source)
         return Pending()
-    _count(_UNEVEN, label, source.numel() * source.element_size(), group)
+    note_issued(_UNEVEN, label, source.numel() * source.element_size(), group)
     received, sent = map(list, splits)
     is_on_gloo = is_gloo(group, output.device)
     if group.size() == 2 and is_on_gloo:
@@ -324,7 +332,7 @@ def _writing(
     group: dist.ProcessGroup,
 ) -> Callable[[], None]:
     """Return a function that writes to each output the scaled sum of its addends."""
-    write = _write_sum if is_gloo(group, output[0].device) else _write_scaled
+    write = _write_sum if is_gloo(group, output[0].device) else write_scaled
 
     def finish() -> None:
         for out, parts in zip(output, addends, strict=True):
@@ -337,59 +345,6 @@ def _write_sum(
     out: torch.Tensor, shards: Sequence[torch.Tensor], scale: float, accumulate: bool
 ) -> None:
     sum_shards(shards, out, scale=scale, accumulate=accumulate)
-
-
-@torch.no_grad()
-def _write_scaled(
-    out: torch.Tensor, sums: Sequence[torch.Tensor], scale: float, accumulate: bool
-) -> None:
-    """Write a scaled tensor to another one in one kernel, in the wider dtype of the two."""
-    (total,) = sums
-    if accumulate:
-        out.add_(total, alpha=scale)
-    elif scale == 1.0:
-        out.copy_(total)
-    elif total.dtype.itemsize < out.dtype.itemsize:
-        # torch would multiply by a number in the narrow dtype, but by a tensor in the wide one.
-        torch.mul(total, out.new_full((1,), scale), out=out)
-    else:
-        torch.mul(total, scale, out=out)
-
-
-def _start_scaling(
-    wires: Sequence[torch.Tensor],
-    scale: float,
-    group: dist.ProcessGroup,
-    *,
-    is_direct: bool,
-    force_sum: bool,
-) -> tuple[Any, float]:
-    """Return how a library reduces ``wires``, and the factor that remains to be applied to its sum.
-
-    Args:
-        wires: The inputs; scaled in place if fp16 needs it and the library cannot scale.
-        scale: Factor on the sum.
-        group: Ranks that sum.
-        is_direct: Whether the library's sum is the result, so that a remaining factor costs a pass.
-        force_sum: Whether the library must be given no factor.
-    """
-    dtype, backend = wires[0].dtype, backends(group).get(wires[0].device.type)
-    # Only NCCL can multiply its addends.
-    can_scale = backend == "nccl" and not force_sum
-    if dtype == torch.float16 and scale < 1.0:
-        # The sum of many ranks may exceed 65504 although their mean does not. Divide first only by
-        # about the square root: the full divisor would lose small gradients, below 2**-24.
-        divisor = 2.0 ** math.ceil(-math.log2(scale) / 2)
-        if can_scale:
-            return premultiplied_sum(1 / divisor), scale * divisor
-        for wire in wires:
-            wire.mul_(1 / divisor)
-        return dist.ReduceOp.SUM, scale * divisor
-    # In narrow dtypes scaled addends would be rounded, and torch up to 2.13 scales bf16 by zero.
-    if can_scale and is_direct and scale != 1.0 and dtype in (torch.float32, torch.float64):
-        is_mean = scale == 1 / group.size()
-        return dist.ReduceOp.AVG if is_mean else premultiplied_sum(scale), 1.0
-    return dist.ReduceOp.SUM, scale
 
 
 def _exchange(
@@ -438,9 +393,10 @@ def all_reduce_partials(
         return Pending(finish=_writing([output], [[partial]], scale, accumulate, group))
     # In place if the dtypes agree: nothing reads the partials after the sum.
     wire = partial.to(reduce_dtype)
-    _count("all_reduce", label, wire.numel() * wire.element_size(), group)
+    note_issued("all_reduce", label, wire.numel() * wire.element_size(), group)
     with profiler_range("all_reduce", label):
-        op, factor = _start_scaling([wire], scale, group, is_direct=False, force_sum=force_sum)
+        can_scale = not force_sum and _can_scale(group, wire.device)
+        op, factor = start_scaling([wire], scale, group, is_direct=False, can_scale=can_scale)
         work = dist.all_reduce(wire, op=op, group=group, async_op=True)
     finish = _writing([output], [[wire]], factor, accumulate, group)
     return Pending([work], finish, is_on_gloo=is_gloo(group, output.device))
@@ -480,7 +436,7 @@ def start_all_reduce(
     """
     if _is_alone(group):
         return Pending()
-    _count("all_reduce", label, tensor.numel() * tensor.element_size(), group)
+    note_issued("all_reduce", label, tensor.numel() * tensor.element_size(), group)
     everyone = group or dist.group.WORLD
     assert everyone is not None, "a collective has a process group"
     # Gradients on the host give a norm on the host, which a group with only NCCL cannot reduce.
@@ -506,7 +462,7 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
     """Return every rank's small object in rank order; ``[obj]`` itself on one rank."""
     if _is_alone(group):
         return [obj]
-    _count("all_gather_objects", "", 0, group)
+    note_issued("all_gather_objects", "", 0, group)
     # torch overwrites each entry; these only give the list its length.
     objects: list[T] = [obj] * dist.get_world_size(group)
     dist.all_gather_object(objects, obj, group=group)
@@ -517,7 +473,7 @@ def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T] | 
     """Return every rank's small object in rank order on rank 0, None on other ranks."""
     if _is_alone(group):
         return [obj]
-    _count("gather_objects", "", 0, group)
+    note_issued("gather_objects", "", 0, group)
     size = dist.get_world_size(group)
     objects: list[T] | None = [obj] * size if dist.get_rank(group) == 0 else None
     dist.gather_object(obj, objects, group=group, group_dst=0)
@@ -528,7 +484,7 @@ def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = Non
     """Return the small object of rank ``src`` (numbered within ``group``) on all ranks."""
     if _is_alone(group):
         return obj
-    _count("broadcast_object", "", 0, group)
+    note_issued("broadcast_object", "", 0, group)
     holder = [obj]
     dist.broadcast_object_list(holder, group=group, group_src=src)
     return holder[0]
@@ -537,14 +493,14 @@ def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = Non
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Return when all ranks have called it."""
     if not _is_alone(group):
-        _count("barrier", "", 0, group)
+        note_issued("barrier", "", 0, group)
         dist.barrier(group=group)
 
 
 def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
     """Create the communicator of a library's process group by a first collective."""
     # Issued on one rank too: only an existing communicator can register memory.
-    _count("all_reduce", "open communicator", 4, group)
+    note_issued("all_reduce", "open communicator", 4, group)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
@@ -574,7 +530,7 @@ def require_equal(
     digest = hashlib.sha256(value.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=small_device(group))
     digests = mine.new_empty(group.size() * mine.numel())
-    _count("require_equal", what, digests.numel(), group)
+    note_issued("require_equal", what, digests.numel(), group)
     _all_gather_single(digests, mine, group=group)
     # Compare with rank 0's value instead of this rank's, so that all ranks raise or none.
     is_odd = (digests.view(group.size(), -1) != digests[: mine.numel()]).any(dim=1)

@@ -195,7 +195,7 @@ class MetaEngine:
         model.forward = self._stand_in(root, others)
         for unit in self.units:
             for group in unit.groups:
-                group.gradients.sums_in_library = sums_in_library
+                group.gradients.summing.in_library = sums_in_library
         # Let the root adopt the units before the first step, so that they get their FQNs in it.
         root.require_context()
 

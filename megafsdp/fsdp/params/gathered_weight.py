@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megafsdp.buffer.comm.collectives import Pending
+from megafsdp.buffer.comm.custom import AllGather
 from megafsdp.buffer.dbuffer import DBuffer, gather_buffers
 from megafsdp.device.memory import ByteLedger, Category, FlatStorage
 from megafsdp.device.torch_private import set_versions, version_of
@@ -121,6 +122,7 @@ class GatheredWeight:
         is_set: Whether anything but steps, such as a load, has changed it since.
         label: FQN of the unit, for counters and profilers.
         stays_gathered: The argument.
+        all_gather_comm: The user's object that gathers over the inner axis; None for the default.
     """
 
     def __init__(
@@ -138,10 +140,10 @@ class GatheredWeight:
         self.is_stale = self.is_set = True
         self.label = ""
         self.stays_gathered = stays_gathered
+        self.all_gather_comm: AllGather | None = None
         self._full, self._source, self._buffers = full, source, buffers
         self._axes = axes
-        # A full buffer that no gather fills is never freed, whatever the strategy.
-        self._is_persistent, self._is_gathered = stays_gathered or not is_gathered, is_gathered
+        self._is_gathered = is_gathered
         self._on_copy_stream = on_copy_stream
         # Whether the full buffer has not been gathered since the last refresh.
         self._is_outdated = True
@@ -180,6 +182,11 @@ class GatheredWeight:
     def needs_maxima(self) -> bool:
         """Return whether the next encoding must first agree with other ranks."""
         return False
+
+    @property
+    def _is_persistent(self) -> bool:
+        # A full buffer that no gather fills is never freed, whatever the strategy.
+        return self.stays_gathered or not self._is_gathered
 
     @property
     def is_unsharded(self) -> bool:
@@ -242,7 +249,6 @@ class GatheredWeight:
             return
         # Do this before the full buffer takes memory: it frees the piece that a join has read.
         self._source.finish_refresh()
-        self._is_outdated = False
         full.storage.allocate()
         if self._slice is not None:
             source, group = self._slice, self._slice.group
@@ -251,7 +257,11 @@ class GatheredWeight:
                 self._slice = None
         own = source.input(full)
         with self._on_copy_stream():
-            pending = gather_buffers([full], [own], group=group, label=self.label)
+            pending = gather_buffers(
+                [full], [own], group=group, label=self.label, comm=self.all_gather_comm
+            )
+        # Only now: if a user's object raised, the buffer must be gathered again.
+        self._is_outdated = False
         # This reference keeps the input alive until the gather has read it.
         self._gather = pending, source, own
 

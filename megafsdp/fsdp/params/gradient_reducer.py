@@ -23,6 +23,7 @@ when it is waited for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -35,6 +36,7 @@ from megafsdp.buffer.comm.collectives import (
     is_gloo,
     reduce_scatter,
 )
+from megafsdp.buffer.comm.custom import ReduceScatter, reduce_scatter_by
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.device.memory import Category
 from megafsdp.fsdp.params.group_buffers import GroupBuffers
@@ -42,6 +44,22 @@ from megafsdp.fsdp.params.main_gradient import MainGradient
 from megafsdp.fsdp.params.model_gradients import ModelGradients
 from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.mesh.placement import Residence
+
+
+@dataclass
+class Summing:
+    """How the sums over ranks of one group's gradients are made.
+
+    Attributes:
+        in_library: Whether the backend's library makes them; an estimate sets it directly.
+        force_sum: Whether the library only sums, and separate passes do all scaling.
+        reduce_scatter_comm: The user's object that makes those over the inner axis if they are
+            scattered; None for the default.
+    """
+
+    in_library: bool
+    force_sum: bool = False
+    reduce_scatter_comm: ReduceScatter | None = None
 
 
 class Stage(Enum):
@@ -117,8 +135,7 @@ class GradientReducer:
         model: Sums over a model axis; None without one.
 
     Attributes:
-        sums_in_library: Whether the backend's library makes the sums; an estimate sets it directly.
-        force_sum: Whether the library only sums, and separate passes do all scaling.
+        summing: How its sums are made.
     """
 
     def __init__(
@@ -131,8 +148,7 @@ class GradientReducer:
         defers: bool,
         model: ModelGradients | None,
     ) -> None:
-        self.sums_in_library = not is_gloo(buffers.axes.group, buffers.device)
-        self.force_sum = False
+        self.summing = Summing(in_library=not is_gloo(buffers.axes.group, buffers.device))
         self.main_grad = main_grad
         self.scale = scale
         self.defers = defers
@@ -179,7 +195,7 @@ class GradientReducer:
     def _packs(self) -> bool:
         """Return whether sums read a packed buffer: several ranks or a library make them."""
         # On a device one kernel for each parameter would cost more than the saved pass.
-        is_exchanged = self._inner_group.size() > 1 or self.sums_in_library
+        is_exchanged = self._inner_group.size() > 1 or self.summing.in_library
         return is_exchanged or (self._model is not None and self._model.has_sums)
 
     @property
@@ -246,7 +262,7 @@ class GradientReducer:
             dtypes = self._buffers.dtypes
             # Gradients have the compute dtype, so packing in it rounds nothing. A library reduces
             # in the dtype of its input; a single rank gives it no input.
-            is_cast = self.sums_in_library and self._inner_group.size() > 1
+            is_cast = self.summing.in_library and self._inner_group.size() > 1
             partial = self._new_partial(dtypes.reduce if is_cast else dtypes.compute)
             self._pack(partial)
         else:
@@ -363,6 +379,18 @@ class GradientReducer:
         """Issue the sum over one axis; each rank gets its shard of it, or the whole."""
         if is_scattered:
             pieces = target.pieces(), addends.pieces()
+            comm = self.summing.reduce_scatter_comm
+            # As in torch, a user's object makes no sums over an outer axis.
+            if comm is not None and group is self._inner_group and group.size() > 1:
+                return reduce_scatter_by(
+                    comm,
+                    *pieces,
+                    group=group,
+                    scale=scale,
+                    accumulate=accumulate,
+                    reduce_dtype=self._buffers.dtypes.reduce,
+                    label=self.label,
+                )
             return self._reduce_scatter(*pieces, group=group, scale=scale, accumulate=accumulate)
         return all_reduce_partials(
             target.flat,
@@ -372,7 +400,7 @@ class GradientReducer:
             accumulate=accumulate,
             reduce_dtype=self._buffers.dtypes.reduce,
             label=self.label,
-            force_sum=self.force_sum,
+            force_sum=self.summing.force_sum,
         )
 
     def _reduce_scatter(
@@ -390,11 +418,13 @@ class GradientReducer:
             group=group,
             scale=scale,
             accumulate=accumulate,
-            # On gloo ranks send gradients in their own dtype. ``sums_in_library`` is asked, not the
+            # On gloo ranks send gradients in their own dtype. ``in_library`` is asked, not the
             # backend: an estimate of gloo runs on another one.
-            reduce_dtype=self._buffers.dtypes.reduce if self.sums_in_library else addends[0].dtype,
+            reduce_dtype=(
+                self._buffers.dtypes.reduce if self.summing.in_library else addends[0].dtype
+            ),
             label=self.label,
-            force_sum=self.force_sum,
+            force_sum=self.summing.force_sum,
         )
 
     def _end_sums(self, reduction: Reduction) -> None:

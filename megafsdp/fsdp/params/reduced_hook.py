@@ -6,7 +6,6 @@ on a stream of its own beside the next unit's backward.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -31,9 +30,7 @@ class ReducedHook:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._function, self._handle = function, DeviceHandle(device)
-        self._stream = stream
-        if stream is None and self._handle.is_asynchronous:
-            self._stream = _shared_stream(device)
+        self._stream = stream or self._handle.shared_stream("hooks on sums")
         self._event: torch.cuda.Event | None = None
 
     @property
@@ -52,8 +49,3 @@ class ReducedHook:
         """Make the current stream wait for the function's work; the sum may be read then."""
         event, self._event = self._event, None
         self._handle.wait_event(event)
-
-
-@functools.cache
-def _shared_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

@@ -476,7 +476,7 @@ class FSDPContext:
         if gradients.is_reducing:
             # An earlier forward of the same unit ended in the same backward.
             self.reductions.finish()
-        elif gradients.sums_in_library:
+        elif gradients.summing.in_library:
             # This keeps one input less alive. Not on gloo: there the thread itself would wait,
             # while the exchange can run beside the packing.
             self.reductions.make_room()
