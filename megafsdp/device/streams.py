@@ -91,6 +91,22 @@ class DeviceHandle:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
+    @contextlib.contextmanager
+    def behind_current(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Queue kernels on ``stream`` in this context, behind what the current one has to do.
+
+        If the context raises, the current stream waits for what was queued.
+        """
+        current = self.current_stream()
+        self.wait_stream(stream, current)
+        try:
+            with self.use(stream):
+                yield
+        except BaseException:
+            # The caller frees memory that these kernels may still read or write.
+            self.wait_stream(current, stream)
+            raise
+
     def record_event(
         self, stream: torch.cuda.Stream | None = None, *, is_blocking: bool = False
     ) -> torch.cuda.Event | None:

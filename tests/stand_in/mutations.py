@@ -126,11 +126,6 @@ _TABLE = {
             "        pass",
         ),
         (
-            "    handle.wait_stream(stream, handle.current_stream())\n    with",
-            ("engine", "ZeRO-3, user's collectives", "COPIES_FIRST"),
-            "    with",
-        ),
-        (
             "        handle.wait_stream(handle.current_stream(), stream)\n\n",
             ("engine", "ZeRO-3, user's collectives", "COMPUTE_FIRST"),
             "\n",
@@ -282,6 +277,14 @@ _TABLE = {
     "device/streams.py": [
         ("waiting.wait_stream(other)", ("offload", "parameters", "COPIES_FIRST")),
         (".wait_event(event)", ("offload", "parameters", "COMPUTE_FIRST"), ".query()"),
+        (
+            "self.wait_stream(stream, current)",
+            ("engine", "ZeRO-3, user's collectives", "COPIES_FIRST"),
+        ),
+        (
+            "self.wait_stream(current, stream)",
+            ("engine", "ZeRO-3, user's collectives fail", "COMPUTE_FIRST"),
+        ),
     ],
 }
 

@@ -40,10 +40,12 @@ class Odd(Net):
         has_bonus: Whether the parameter is used.
         num_used: How many blocks run.
         fails: Whether backward raises when it has come to the first block.
+        comms: Objects of the user's that make collectives.
     """
 
     def __init__(self) -> None:
         super().__init__(num_blocks=_NUM_BLOCKS)
+        self.comms: list[_Gather] = []
         self.bonus = nn.Parameter(torch.full((WIDTH,), 0.1))
         self.has_bonus, self.num_used, self.fails = True, _NUM_BLOCKS, False
 
@@ -82,7 +84,8 @@ class Case:
             parameter; forwards without backward leave out the blocks always.
         fails: Whether a backward of the second step fails first.
         repeats: Whether each step is made twice, with the same gradients.
-        has_comms: Whether objects of the user's make the collectives of all units.
+        comms: Whether objects of the user's make the collectives of all units, and whether each of
+            them raises once in the second step.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -96,11 +99,17 @@ class Case:
     is_odd: bool = False
     fails: bool = False
     repeats: bool = False
-    has_comms: bool = False
+    comms: Literal["default", "the user's", "failing"] = "default"
 
 
 class _Gather:
-    """A user's all-gather, whose work goes on after the call."""
+    """A user's all-gather, whose work goes on after the call.
+
+    Attributes:
+        fails: Whether the next call raises.
+    """
+
+    fails = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory of the device."""
@@ -108,8 +117,14 @@ class _Gather:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> Any:
         """Gather."""
+        self._fail_once()
         pair = output_tensor, input_tensor
         return collectives._all_gather_single(*pair, group=group, async_op=True)
+
+    def _fail_once(self) -> None:
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError("a link of the user")
 
 
 class _ReduceScatter(_Gather):
@@ -117,6 +132,7 @@ class _ReduceScatter(_Gather):
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any) -> Any:
         """Sum."""
+        self._fail_once()
         pair = output_tensor, input_tensor
         return collectives._reduce_scatter_single(*pair, group=group, op=op, async_op=True)
 
@@ -128,10 +144,11 @@ def make_net(case: Case) -> Odd:
         options["mesh"] = init_device_mesh("cpu", case.mesh, mesh_dim_names=("outer", "inner"))
     net = shard(Odd().to(DEVICE), mp_policy=case.policy, **options)
     assert isinstance(net, Odd)
-    if case.has_comms:
+    if case.comms != "default":
+        net.comms = [_Gather(), _ReduceScatter()]
         for unit in units_below([net]).values():
-            unit.modules[0].set_custom_all_gather(_Gather())
-            unit.modules[0].set_custom_reduce_scatter(_ReduceScatter())
+            unit.modules[0].set_custom_all_gather(net.comms[0])
+            unit.modules[0].set_custom_reduce_scatter(net.comms[1])
     return net
 
 
@@ -160,6 +177,13 @@ def losses_of_steps(
             with contextlib.suppress(ArithmeticError):
                 net(*parts[0]).backward()
             net.fails = False
+        if case.comms == "failing" and is_second:
+            for comm in net.comms:
+                comm.fails = True
+                with contextlib.suppress(ArithmeticError):
+                    net(*parts[0]).backward()
+                assert not comm.fails, "it was called"
+                optimizer.zero_grad()
         for number, part in enumerate(parts, start=1):
             is_last = number == len(parts)
             with microbatch(net, is_last=is_last) if case.says_last else contextlib.nullcontext():

@@ -15,8 +15,7 @@ waits for when it reads the result. All memory of an object is allocated and fre
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -137,7 +136,7 @@ def all_gather_by(
     note_issued("all_gather", label, sum(out.nbytes for out in output), group)
     handle = DeviceHandle(output[0].device)
     stream = handle.shared_stream("all-gathers of users' objects")
-    with profiler_range("all_gather", label), _behind_current(handle, stream):
+    with profiler_range("all_gather", label), torch.no_grad(), handle.behind_current(stream):
         gathered = _allocate(comm, group.size() * sum(numels), output[0].dtype, handle.device)
         rows = gathered.view(group.size(), -1)
         own = rows[group.rank()]
@@ -176,7 +175,7 @@ def reduce_scatter_by(
     numels = [out.numel() for out in output]
     handle = DeviceHandle(output[0].device)
     stream = handle.shared_stream("reduce-scatters of users' objects")
-    with profiler_range("reduce_scatter", label), _behind_current(handle, stream):
+    with profiler_range("reduce_scatter", label), torch.no_grad(), handle.behind_current(stream):
         wire = _allocate(comm, group.size() * sum(numels), reduce_dtype, handle.device)
         note_issued("reduce_scatter", label, wire.nbytes, group)
         _copy(partials, wire.view(group.size(), -1).split(numels, dim=1))
@@ -186,20 +185,12 @@ def reduce_scatter_by(
         event = handle.record_event(stream)
 
     def finish() -> None:
-        with _behind_current(handle, stream):
+        with torch.no_grad(), handle.behind_current(stream):
             for out, part in zip(output, total.split(numels), strict=True):
                 write_scaled(out, [part], factor, accumulate)
         handle.wait_stream(handle.current_stream(), stream)
 
     return _OnStream(handle, event, finish)
-
-
-@contextlib.contextmanager
-def _behind_current(handle: DeviceHandle, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queue this context's work on a stream, behind what the current one has to do."""
-    handle.wait_stream(stream, handle.current_stream())
-    with torch.no_grad(), handle.use(stream):
-        yield
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -40,8 +40,7 @@ class ReducedHook:
 
     def start(self, flat: torch.Tensor) -> None:
         """Call the function on a sum that is complete on the current stream."""
-        self._handle.wait_stream(self._stream, self._handle.current_stream())
-        with torch.no_grad(), self._handle.use(self._stream):
+        with torch.no_grad(), self._handle.behind_current(self._stream):
             self._function(flat)
             self._event = self._handle.record_event(self._stream)
 
