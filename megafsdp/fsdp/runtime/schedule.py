@@ -163,10 +163,6 @@ class ReductionQueue:
         # Reductions after their inner sum: in the sum over the outer axis, or the copy to the host.
         self._second_stages: list[Reduction] = []
 
-    def __bool__(self) -> bool:
-        """Return whether a reduction is under way."""
-        return bool(self._inner_sums or self._second_stages)
-
     def make_room(self) -> None:
         """Wait for the oldest reductions, which frees their inputs, before one more is packed."""
         self.finish(self.max_waiting - 1, self.max_waiting)
@@ -202,11 +198,13 @@ class WholeBackward:
     """One backward, of all units that take part in it.
 
     Attributes:
-        is_running: Whether it has begun and not ended; an exception may have cut it short.
+        is_running: Whether it has begun, and its end has not.
+        is_complete: Whether its end is complete; an exception may have cut it short.
         is_order_begun: Whether a unit that is in the recorded order has begun its backward.
     """
 
     is_running: bool = True
+    is_complete: bool = False
     is_order_begun: bool = False
 
 
@@ -240,7 +238,7 @@ class FSDPContext:
         self.extra_groups = ExtraGroups()
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
-        self._whole_backward = WholeBackward(is_running=False)
+        self._whole_backward = WholeBackward(is_running=False, is_complete=True)
         # Ids of units gathered ahead that have not run: references keep a deleted model alive.
         self._ahead: set[int] = set()
         self._exchanges: list[Pending] = []
@@ -423,7 +421,9 @@ class FSDPContext:
     @untraced_hook
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
-        self._whole_backward.is_running = False
+        # A user's hook on a gradient may raise here, and may also begin a backward of its own.
+        backward = self._whole_backward
+        backward.is_running = backward.is_complete = False
         units, root = self.units, self._root()
         # All ranks end the remaining units in this order, whichever gradients arrived on them.
         for unit in reversed(units):
@@ -447,6 +447,7 @@ class FSDPContext:
         # A retained graph is not lost: its next begin_backward() counts the forward again.
         for unit in units:
             unit.outstanding.clear()
+        backward.is_complete = True
 
     def _end_unit(self, unit: ScheduledUnit) -> None:
         """Reshard a unit after its backward, and reduce its gradients or add them up; collective.
@@ -554,14 +555,14 @@ class FSDPContext:
     @property
     def has_backward_begun(self) -> bool:
         """Return whether a backward has begun and not ended: running or cut short by an error."""
-        return self._whole_backward.is_running or bool(self.reductions)
+        return not self._whole_backward.is_complete
 
     def reset_after_error(self) -> None:
         """Undo a pass that an exception cut short; after a forward, earlier sums are kept."""
         is_backward = self.has_backward_begun
         if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return
-        self._whole_backward.is_running = False
+        self._whole_backward = WholeBackward(is_running=False, is_complete=True)
         self.passes_in_backward.clear()
         self.reductions.clear()
         for unit in self.units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -18,6 +19,7 @@ from megafsdp.fsdp.runtime.forward_passes import ForwardToken
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.runtime.test_unit import Choosing, Guard, used_and_kept
 from tests.fsdp.toy import Block, assert_same_grads, batches, mine, pair
+from tests.library import library_on_gloo
 from tests.ranks import Ranks
 
 
@@ -92,7 +94,12 @@ def _fail(*args: object) -> None:
     raise ZeroDivisionError
 
 
-def _cut_short_at(name: str) -> None:
+def _cut_short_at(name: str, by_library: bool) -> None:
+    with library_on_gloo() if by_library else contextlib.nullcontext():
+        _fails_once_at(name)
+
+
+def _fails_once_at(name: str) -> None:
     reference, net = pair()
     first, second = batches(2)
     handle = net.get_parameter(name).register_post_accumulate_grad_hook(_fail)
@@ -107,9 +114,10 @@ def _cut_short_at(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "blocks.0.up.weight", "blocks.2.up.weight"])
-def test_a_hook_that_raises_leaves_no_sum_behind(ranks: Ranks, name: str) -> None:
-    """Also where it runs after the last unit's backward, with reductions under way."""
-    ranks(2).run(_cut_short_at, name)
+@pytest.mark.parametrize("by_library", [False, True])
+def test_a_hook_that_raises_leaves_no_sum_behind(ranks: Ranks, name: str, by_library: bool) -> None:
+    """Also where it runs after the last unit's backward, with reductions under way or to come."""
+    ranks(2).run(_cut_short_at, name, by_library)
 
 
 def _fail_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
