@@ -6,6 +6,7 @@ behind meets any other.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from typing import Any
@@ -43,7 +44,9 @@ from tests.fsdp.toy import (
     assert_same_parameters,
     batches,
 )
+from tests.library import library_on_gloo
 from tests.ranks import Ranks
+from tests.user_comms import UserAllGather, UserReduceScatter
 
 _NUM_CALLS = 30
 _MORE = [pytest.param(seed, marks=pytest.mark.matrix("calls")) for seed in range(8, 200)]
@@ -163,7 +166,13 @@ def _sharded(net: _Net, rng: random.Random, degree: int) -> _Net:
             fully_shard(layer.inner, **options)
         if rng.random() < share:
             fully_shard(layer, **options)
-    return fully_shard(net, **options)
+    fully_shard(net, **options)
+    if strategy != "no_shard" and rng.random() < 0.2:
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(UserAllGather())
+                module.set_custom_reduce_scatter(UserReduceScatter())
+    return net
 
 
 def _optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -373,10 +382,43 @@ class _Twins(TwinCalls):
             loss = _Fail.apply(self.sharded(*self._mine(self._batch())))
             with pytest.raises(_FailedError):
                 loss.backward()
+            self._recover()
+
+    def fail_in_hook(self) -> None:
+        if not self.has_grads:
+            # The hooks of skipped layers run on no rank.
+            used = [self.sharded.embedding, *self._layers_that_run(), self.sharded.head]
+            parameters = [p for layer in used for p in layer.parameters() if p.requires_grad]
+            handle = self._rng.choice(parameters).register_post_accumulate_grad_hook(_fail)
+            with pytest.raises(_FailedError):
+                self.sharded(*self._mine(self._batch())).backward()
+            handle.remove()
+            self._recover()
+
+    def _recover(self) -> None:
+        if self._rng.random() < 0.5:
             self.sharded.zero_grad()
+        else:
+            # What the unit has not reduced yet is dropped by the next forward.
+            self.optimizers[1].zero_grad()
+            self.train()
+
+    def _layers_that_run(self) -> list[nn.Module]:
+        layers = self.sharded.layers
+        return [layers[i] for i in range(len(layers)) if i not in self.sharded.skipped]
+
+
+def _fail(parameter: nn.Parameter) -> None:
+    raise _FailedError
 
 
 def _run(seed: int, degree: int = 0) -> None:
+    # Half of them with sums by a library, as those of NCCL, which are under way in another order.
+    with library_on_gloo() if seed % 8 >= 4 else contextlib.nullcontext():
+        _call(seed, degree)
+
+
+def _call(seed: int, degree: int) -> None:
     call_in_random_order(_Twins(seed, degree), _NUM_CALLS, often=("train", "train", "step"))
 
 
