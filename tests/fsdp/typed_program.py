@@ -82,7 +82,9 @@ class Gather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather."""
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        work: dist.Work | None
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return work
 
 
 def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> None:
