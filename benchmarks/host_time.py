@@ -45,7 +45,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (Pending, "wait", _WAITING),
     (agreement, "start_all_reduce", _USAGE),
     (collectives, "sum_shards", "summing"),
-    (collectives, "_write_scaled", "summing"),
+    (collectives, "write_scaled", "summing"),
     (GradientReducer, "_pack", "packing"),
     (CastOnGather, "input", "casting"),
     (FlatStorage, "allocate", "storage"),
