@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 
 class _Counted:
@@ -83,3 +84,11 @@ class UserReduceScatter(_Counted):
             assert op == dist.ReduceOp.SUM
         output_tensor.copy_(total.chunk(group.size())[group.rank()])
         return None
+
+
+def give(net: torch.nn.Module, gather: object, scatter: object) -> None:
+    """Set objects for the collectives of all units, or None for the default."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)

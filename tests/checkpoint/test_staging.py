@@ -37,12 +37,9 @@ class Device:
 
     current_stream = stream
 
-    def wait_stream(self, waiting: object, other: object) -> None:
-        """Order two streams, which are one here."""
-
     @contextlib.contextmanager
-    def use(self, stream: object) -> Iterator[None]:
-        """Queue copies on the stream."""
+    def behind_current(self, stream: object) -> Iterator[None]:
+        """Queue copies on the stream, which is the current one here."""
         yield
 
     def adopt_thread(self) -> None:

@@ -46,7 +46,7 @@ from tests.fsdp.toy import (
 )
 from tests.library import library_on_gloo
 from tests.ranks import Ranks
-from tests.user_comms import UserAllGather, UserReduceScatter
+from tests.user_comms import UserAllGather, UserReduceScatter, give
 
 _NUM_CALLS = 30
 _MORE = [pytest.param(seed, marks=pytest.mark.matrix("calls")) for seed in range(8, 200)]
@@ -168,10 +168,7 @@ def _sharded(net: _Net, rng: random.Random, degree: int) -> _Net:
             fully_shard(layer, **options)
     fully_shard(net, **options)
     if strategy != "no_shard" and rng.random() < 0.2:
-        for module in net.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(UserAllGather())
-                module.set_custom_reduce_scatter(UserReduceScatter())
+        give(net, UserAllGather(), UserReduceScatter())
     return net
 
 
@@ -415,11 +412,7 @@ def _fail(parameter: nn.Parameter) -> None:
 def _run(seed: int, degree: int = 0) -> None:
     # Half of them with sums by a library, as those of NCCL, which are under way in another order.
     with library_on_gloo() if seed % 8 >= 4 else contextlib.nullcontext():
-        _call(seed, degree)
-
-
-def _call(seed: int, degree: int) -> None:
-    call_in_random_order(_Twins(seed, degree), _NUM_CALLS, often=("train", "train", "step"))
+        call_in_random_order(_Twins(seed, degree), _NUM_CALLS, often=("train", "train", "step"))
 
 
 @pytest.mark.parametrize("seed", [*range(8), *_MORE])

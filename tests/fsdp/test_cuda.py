@@ -24,7 +24,7 @@ from megafsdp.buffer.comm.collectives import backends, record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from tests.fsdp.toy import Net, adamw, assert_same_grads, batches, mine, shard
 from tests.ranks import Ranks
-from tests.user_comms import UserAllGather, UserReduceScatter
+from tests.user_comms import UserAllGather, UserReduceScatter, give
 
 pytestmark = pytest.mark.gpu
 
@@ -251,10 +251,7 @@ def _with_comms(options: dict[str, object]) -> None:
     reference = Net().cuda()
     net = shard(copy.deepcopy(reference), **options)
     comms = _SlowAllGather(), _SlowReduceScatter()
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(comms[0])
-            module.set_custom_reduce_scatter(comms[1])
+    give(net, *comms)
     for batch in batches(3):
         reference(*(t.cuda() for t in batch)).backward()
         net(*(t.cuda() for t in mine(batch))).backward()

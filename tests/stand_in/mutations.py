@@ -84,16 +84,18 @@ _TABLE = {
             "if False:\n            self._wait",
         ),
         (
-            "self._handle.wait_stream(self._stream, self._handle.current_stream())",
+            "self._handle.behind_current(self._stream)",
             ("offload", "parameters", "COPIES_FIRST"),
+            "self._handle.use(self._stream)",
         ),
         ("self._copied = self._handle.record_event()", ("offload", "parameters", "COMPUTE_FIRST")),
         ("self._handle.wait_event(self._copied)", ("offload", "parameters", "COMPUTE_FIRST")),
     ],
     "fsdp/params/host_grads.py": [
         (
-            "self._handle.wait_stream(self._stream, self._handle.current_stream())",
+            "self._handle.behind_current(self._stream)",
             ("offload", "parameters", "COPIES_FIRST"),
+            "self._handle.use(self._stream)",
         ),
         ("self._copied.synchronize()", ("offload", "parameters", "COMPUTE_FIRST")),
         (
@@ -229,8 +231,9 @@ _TABLE = {
     # Background saves.
     "checkpoint/background/staging.py": [
         (
-            "self._handle.wait_stream(stream, self._handle.current_stream())",
+            "self._handle.behind_current(stream)",
             ("saves", "on the device", "COPIES_FIRST"),
+            "self._handle.use(stream)",
         ),
         (
             "is_blocking=True)\n",

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from megafsdp import FusedAdam, MixedPrecisionPolicy, microbatch
 from megafsdp.buffer.comm import collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
-from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from tests.fsdp.toy import WIDTH, Net, batches, mine, shard
 from tests.stand_in.connect import stand_in
 from tests.stand_in.device import DEVICE, Order, on_device
+from tests.user_comms import give
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FP32 = MixedPrecisionPolicy()
@@ -146,9 +146,7 @@ def make_net(case: Case) -> Odd:
     assert isinstance(net, Odd)
     if case.comms != "default":
         net.comms = [_Gather(), _ReduceScatter()]
-        for unit in units_below([net]).values():
-            unit.modules[0].set_custom_all_gather(net.comms[0])
-            unit.modules[0].set_custom_reduce_scatter(net.comms[1])
+        give(net, *net.comms)
     return net
 
 

@@ -37,6 +37,7 @@ QUICK = {
     "ZeRO-3, odd": Order.COMPUTE_FIRST,
     "HFSDP": Order.COMPUTE_FIRST,
     "ZeRO-3, user's collectives": Order.RANDOM,
+    "ZeRO-3, user's collectives fail": Order.COMPUTE_FIRST,
 }
 NUM_RANKS = 2
 RUN = train

@@ -142,7 +142,7 @@ def all_gather_by(
         own = rows[group.rank()]
         torch._foreach_copy_(own.split(numels), list(shards))
         _call(comm, output_tensor=gathered, input_tensor=own, group=group, async_op=False)
-        _copy(rows.split(numels, dim=1), output)
+        torch._foreach_copy_(_by_rank(output, group), rows.split(numels, dim=1))
         return _OnStream(handle, handle.record_event(stream))
 
 
@@ -173,12 +173,14 @@ def reduce_scatter_by(
         TypeError: ``comm.allocate()`` returned another tensor than was asked for.
     """
     numels = [out.numel() for out in output]
+    numel = group.size() * sum(numels)
+    note_issued("reduce_scatter", label, numel * reduce_dtype.itemsize, group)
     handle = DeviceHandle(output[0].device)
     stream = handle.shared_stream("reduce-scatters of users' objects")
     with profiler_range("reduce_scatter", label), torch.no_grad(), handle.behind_current(stream):
-        wire = _allocate(comm, group.size() * sum(numels), reduce_dtype, handle.device)
-        note_issued("reduce_scatter", label, wire.nbytes, group)
-        _copy(partials, wire.view(group.size(), -1).split(numels, dim=1))
+        wire = _allocate(comm, numel, reduce_dtype, handle.device)
+        rows = wire.view(group.size(), -1)
+        torch._foreach_copy_(rows.split(numels, dim=1), _by_rank(partials, group))
         op, factor = start_scaling([wire], scale, group, is_direct=False, can_scale=False)
         total = _allocate(comm, sum(numels), reduce_dtype, handle.device)
         _call(comm, output_tensor=total, input_tensor=wire, group=group, op=op)
@@ -193,11 +195,9 @@ def reduce_scatter_by(
     return _OnStream(handle, event, finish)
 
 
-def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Copy tensors of equal numbers of elements, some of them 2-D views with gaps."""
-    for source, target in zip(sources, targets, strict=True):
-        shape = source.shape if source.ndim == 2 else target.shape
-        target.view(shape).copy_(source.view(shape))
+def _by_rank(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return whole sub-buffers as matrices of one row a rank."""
+    return [buffer.view(group.size(), -1) for buffer in buffers]
 
 
 def _call(comm: Callable[..., dist.Work | None], **arguments: object) -> None:

@@ -82,8 +82,7 @@ class Staging:
         if self._on_device:
             stream = self._handle.stream()
             # Steps that are queued already must have run before their results are copied.
-            self._handle.wait_stream(stream, self._handle.current_stream())
-            with self._handle.use(stream):
+            with self._handle.behind_current(stream):
                 for copy, tensor in self._on_device:
                     copy.copy_(tensor, non_blocking=True)
             self._event = self._handle.record_event(stream, is_blocking=True)

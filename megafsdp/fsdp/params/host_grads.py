@@ -158,8 +158,7 @@ class HostGradientReducer(GradientReducer):
         target = self._buffers.new_host_grad(self._host) if is_adding else main_grad
         assert self._sum is not None, "the sum was made"
         # The sum is made on the current stream; the copy must not begin before it is complete.
-        self._handle.wait_stream(self._stream, self._handle.current_stream())
-        with torch.no_grad(), self._handle.use(self._stream):
+        with torch.no_grad(), self._handle.behind_current(self._stream):
             target.flat.copy_(self._sum.flat, non_blocking=True)
         self._copy = main_grad, target
         self._copied = self._handle.record_event(self._stream, is_blocking=True)

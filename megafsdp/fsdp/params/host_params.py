@@ -105,8 +105,7 @@ class HostWeight:
     def on_copy_stream(self) -> Iterator[None]:
         """Queue work on the stream of the copy, beside the work that is queued later elsewhere."""
         # The current stream may still read or free the memory that the copy writes to.
-        self._handle.wait_stream(self._stream, self._handle.current_stream())
-        with self._handle.use(self._stream):
+        with self._handle.behind_current(self._stream):
             yield
             # Record also after a gather: over one rank it is a mere copy that nothing else awaits.
             self._copied = self._handle.record_event()

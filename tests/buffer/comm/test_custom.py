@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafsdp.buffer.comm.collectives import all_gather, record_collectives, reduce_scatter
+from megafsdp.buffer.comm.collectives import all_gather, record_collectives
 from megafsdp.buffer.comm.custom import all_gather_by, reduce_scatter_by
 from tests.ranks import Ranks
 from tests.user_comms import UserAllGather, UserReduceScatter
@@ -122,7 +122,7 @@ def test_a_dropped_sum_leaves_the_output(ranks: Ranks) -> None:
 
 
 def _wrong_memory() -> None:
-    out, shard = [torch.zeros(8)], [torch.zeros(4)]
+    out, shard = [torch.zeros(8)], [torch.full((4,), 1.0 + dist.get_rank())]
     wrong = {
         r"got one of \(9,\) elements, torch.float32 on cpu": torch.empty(9),
         r"got one of \(8,\) elements, torch.float64 on cpu": torch.empty(8, dtype=F64),
@@ -136,10 +136,8 @@ def _wrong_memory() -> None:
         with pytest.raises(TypeError, match=message):
             all_gather_by(comm, out, shard, group=_world(), label="unit")
         assert not comm.calls
-    # The group still works.
-    all_gather(out, shard, group=_world(), label="unit").wait()
-    options = {"scale": 1.0, "accumulate": False, "reduce_dtype": F32, "label": ""}
-    reduce_scatter(shard, out, group=_world(), **options).wait()
+    all_gather_by(UserAllGather(), out, shard, group=_world(), label="unit").wait()
+    assert out[0].tolist() == [1.0] * 4 + [2.0] * 4, "the group still works"
 
 
 def test_memory_that_was_not_asked_for_is_refused(ranks: Ranks) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from megafsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, microbatch
+from megafsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard, microbatch
 from megafsdp.buffer.comm.collectives import CollectiveRecord, record_collectives
 from tests.fsdp.toy import (
     Net,
@@ -22,22 +22,16 @@ from tests.fsdp.toy import (
     shard,
 )
 from tests.ranks import Ranks
-from tests.user_comms import UserAllGather, UserReduceScatter
+from tests.user_comms import UserAllGather, UserReduceScatter, give
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def _units(net: torch.nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in net.modules() if isinstance(module, FSDPModule))
-
-
 def _give(net: torch.nn.Module) -> tuple[UserAllGather, UserReduceScatter]:
     """Set one object of each kind for all units."""
-    gather, scatter = UserAllGather(), UserReduceScatter()
-    for unit in _units(net):
-        unit.set_custom_all_gather(gather)
-        unit.set_custom_reduce_scatter(scatter)
-    return gather, scatter
+    comms = UserAllGather(), UserReduceScatter()
+    give(net, *comms)
+    return comms
 
 
 def _two_steps(reference: Net, net: Net) -> None:
@@ -100,9 +94,7 @@ def _same_object_in_torch() -> None:
         for block in net.blocks:
             make(block)
         nets.append(make(net))
-        for module in (*net.blocks, net):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
+        give(net, gather, scatter)
     (batch,) = batches(1)
     reference(*batch).backward()
     for net in nets:
@@ -190,9 +182,7 @@ def test_one_rank_calls_nothing(ranks: Ranks) -> None:
 def _restored() -> None:
     net = shard(Net(1))
     gather, scatter = _give(net)
-    for unit in _units(net):
-        unit.set_custom_all_gather(None)
-        unit.set_custom_reduce_scatter(None)
+    give(net, None, None)
     net(*mine(batches(1)[0])).backward()
     assert not gather.calls and not scatter.calls
 
