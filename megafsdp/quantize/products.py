@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafsdp.device.torch_private import scaled_product
+from megafsdp.device.torch_private import is_tracing, scaled_product
 from megafsdp.errors import expected
 from megafsdp.quantize.input_formats import InputFormat, QuantizedInput
 from megafsdp.quantize.kernels import transpose_codes
@@ -59,7 +59,8 @@ def output(
     """Return ``(tokens, outputs)`` in a dtype."""
     if _is_on_gpu(x.codes) and _takes_codes(x, dtype, (*x.shape, weight.stored_shape[0])):
         y = _multiply(_by_tokens(x), _of_weight(weight), dtype, is_forward=True)
-        return y if bias is None else y.add_(bias)
+        # Not in place: selective checkpointing keeps the product for the recomputation.
+        return y if bias is None else y + bias.to(dtype)
     return F.linear(x.dequantize(dtype), weight.decode(dtype), bias)
 
 
@@ -85,7 +86,8 @@ def takes_transposed(rows: Tensor, grad_format: InputFormat, sizes: tuple[int, .
         grad_format: The format of output gradients.
         sizes: Tokens, outputs and inputs.
     """
-    if not _is_on_gpu(rows):
+    # Operators in graphs write no transposed codes: graphs transpose where a product needs it.
+    if not _is_on_gpu(rows) or is_tracing():
         return False
     return reason_to_decode(rows.device, grad_format, rows.dtype, sizes) is None
 
@@ -112,17 +114,46 @@ def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_forward: bool 
         return scaled_product(
             a.codes, b.codes.t(), a.scales, b.scales, out_dtype=dtype, use_fast_accum=is_forward
         )
+    operands = (a.codes, a.scales, b.codes, b.scales, b.has_tiles, dtype)
+    if is_tracing():
+        product: Tensor = torch.ops.megafsdp.multiply_blocks(*operands)
+        return product
+    return _multiply_blocks(*operands)
+
+
+def _multiply_blocks(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, has_tiles: bool, dtype: torch.dtype
+) -> Tensor:
     kinds = F.ScalingType  # type: ignore[attr-defined]
     product: Tensor = F.scaled_mm(  # type: ignore[attr-defined]
-        a.codes,
-        b.codes.t(),
-        a.scales,
+        a,
+        b.t(),
+        a_scales,
         kinds.BlockWise1x128,
-        b.scales,
-        kinds.BlockWise128x128 if b.has_tiles else kinds.BlockWise1x128,
+        b_scales,
+        kinds.BlockWise128x128 if has_tiles else kinds.BlockWise1x128,
         output_dtype=dtype,
     )
     return product
+
+
+def _multiply_blocks_fake(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, has_tiles: bool, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+# Graphs hold an operator of ours, not torch's: the latter's shape rule for graphs takes multiples
+# of 128 only, and inductor of 2.13 replaces it by one that wants the table of tiles without its
+# padding. The kernel reads scales by the strides they are given in.
+torch.library.define(
+    "megafsdp::multiply_blocks",
+    "(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, bool has_tiles, ScalarType dtype) "
+    "-> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+torch.library.impl("megafsdp::multiply_blocks", ("cpu", "cuda"), _multiply_blocks)
+torch.library.register_fake("megafsdp::multiply_blocks", _multiply_blocks_fake)
 
 
 def _by_tokens(values: QuantizedInput) -> _Operand:

@@ -11,6 +11,7 @@ object is made once. No layer is converted: the tensor intercepts the operators 
 | ``detach``, ``alias``, a view of the same shape | another object over the same buffers |
 | of a stack: ``transpose(1, 2)``, ``w[i]``, ``unbind(0)`` | the same; linears on ``w[i]`` decode |
 | ``record_stream`` | that of the buffers |
+| ``torch.autograd.grad``, ``backward(inputs=)`` | checkpointed linears run again as in forward |
 | any other operator | computes with decoded values; its gradient is dense |
 | an operator that writes, ``w[...] = x``, ``w.data = x`` | RuntimeError, nothing is changed |
 
@@ -24,11 +25,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from megafsdp.device.torch_private import (
@@ -453,11 +456,60 @@ def _set_item(tensor: Any, index: Any, value: Any) -> None:
         tensor[index] = value
 
 
+def _backward(tensors: Any, *, inputs: Any, **options: Any) -> None:
+    if inputs is None:
+        with without_torch_function():
+            return torch.autograd.backward(tensors, **options)
+    edges, context = _as_edges(tensors, inputs)
+    for tensor in _as_tuple(inputs):
+        if isinstance(tensor, QuantizedTensor):
+            # torch does so for tensors, not for edges. Nothing changes for parameters.
+            tensor.retain_grad()
+    with context:
+        return torch.autograd.backward(tensors, inputs=edges, **options)
+
+
+def _grad(
+    outputs: Any, inputs: Any, *, allow_unused: bool, materialize_grads: bool, **options: Any
+) -> tuple[Tensor | None, ...]:
+    edges, context = _as_edges(outputs, inputs)
+    with context:
+        # torch makes no zeros for edges.
+        allows_none = allow_unused or materialize_grads
+        grads = torch.autograd.grad(outputs, edges, allow_unused=allows_none, **options)
+    if not materialize_grads:
+        return grads
+    return tuple(
+        torch.zeros_like(tensor) if grad is None else grad
+        for grad, tensor in zip(grads, _as_tuple(inputs), strict=True)
+    )
+
+
+def _as_edges(outputs: Any, inputs: Any) -> tuple[tuple[Any, ...], AbstractContextManager[None]]:
+    """Return what to differentiate by, and the context to do it in.
+
+    Backward runs checkpointed layers again, which must find the linears that forward ran. So these
+    overrides stay in place, and quantized inputs become edges of the graph: as tensors they would
+    bring the call back here.
+    """
+    inputs = _as_tuple(inputs)
+    if any(isinstance(t, QuantizedTensor) for t in _as_tuple(outputs)):
+        return inputs, without_torch_function()
+    edges = (get_gradient_edge(t) if isinstance(t, QuantizedTensor) else t for t in inputs)
+    return tuple(edges), nullcontext()
+
+
+def _as_tuple(tensors: Any) -> tuple[Any, ...]:
+    return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+
+
 _OVERRIDES: Mapping[Any, Callable[..., Any]] = {
     F.linear: _linear,
     grouped_product: _grouped,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__setitem__: _set_item,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
 }
 _KEPT: Mapping[OpOverload, Callable[..., Any]] = {
     _aten.detach.default: _alias,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafsdp import fully_shard_model
@@ -182,6 +185,32 @@ def test_selective_repeats_cheap_operators_only(
     # A layer's last map is not needed again by its own backward, so it need not run again.
     repeated = NUM_LAYERS * (num_linear_maps - 1)
     assert found["full"] == (2 * activations, products + repeated, 2 * attentions)
+
+
+class _Scaled(torch.autograd.Function):
+    """A square matrix by itself, in 8-bit floats by an operator of torch; no true gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, operator: str) -> torch.Tensor:
+        codes, scale, whole = x.to(torch.float8_e4m3fn), torch.ones(1, 1), F.ScalingType.TensorWise
+        if operator == "_scaled_mm":
+            return torch._scaled_mm(codes, codes.t(), scale, scale, out_dtype=x.dtype)
+        return F.scaled_mm(codes, codes.t(), scale, whole, scale, whole, output_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("operator", ["_scaled_mm", "_scaled_mm_v2"])
+def test_selective_keeps_products_of_8_bit_floats(operator: str) -> None:
+    """Of both operators of torch; without values, as CPUs lack one of them before 2.13."""
+    layer = nn.Linear(1, 1)
+    layer.forward = lambda x: F.silu(_Scaled.apply(x, operator)).square()
+    with FakeTensorMode(), _OpCounts() as made:
+        x = torch.ones(32, 32, dtype=torch.bfloat16, requires_grad=True)
+        SELECTIVE.run_layer(layer, 0, x).sum().backward()
+    assert (made.counts["silu"], made.counts[operator]) == (2, 1)
 
 
 @pytest.mark.parametrize("choice", [FULL, REENTRANT, SELECTIVE], ids=str)

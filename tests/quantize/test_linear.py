@@ -351,6 +351,47 @@ def test_a_checkpointed_block_saves_its_input_alone(recipe: str) -> None:
     assert sum(t.nbytes for t in saved if t.dtype == torch.uint8) == 0
 
 
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_weight_may_be_what_is_differentiated_by(is_checkpointed: bool) -> None:
+    """It overrides the calls that name it, within which a checkpointed linear runs again."""
+    weight, unused = (quantized(_drawn(96, 64), "fp8_current") for _ in range(2))
+    x = _drawn(160, 64).requires_grad_()
+
+    def loss() -> Tensor:
+        def linear(x: Tensor) -> Tensor:
+            return F.linear(x, weight).square()
+
+        y = checkpoint(linear, x, use_reentrant=False) if is_checkpointed else linear(x)
+        return y.sum()
+
+    loss().backward()
+    wanted = (x.grad, weight.grad)
+    weight.grad = None
+    assert all(map(torch.equal, torch.autograd.grad(loss(), (x, weight)), wanted))
+    for inputs in (weight, [weight]):
+        loss().backward(inputs=inputs)
+    assert torch.equal(weight.grad, wanted[1] * 2) and torch.equal(x.grad, wanted[0])
+    both = [weight, unused]
+    (got, none), (again, zero) = (
+        torch.autograd.grad(loss(), both, **options)
+        for options in ({"allow_unused": True}, {"materialize_grads": True})
+    )
+    assert torch.equal(got, wanted[1]) and torch.equal(again, wanted[1])
+    assert none is None and torch.equal(zero, torch.zeros(96, 64, dtype=BF16))
+    with pytest.raises(RuntimeError, match=r"appears? to not have been used"):
+        torch.autograd.grad(loss(), both)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(loss(), unused.requires_grad_(False))
+
+
+def test_a_matrix_of_a_stack_may_be_what_is_differentiated_by() -> None:
+    """As for other tensors that are no parameters, the gradient is kept on it."""
+    stack = quantized(_drawn(3, 96, 64), "fp8_current")
+    matrix = stack[1]
+    F.linear(_drawn(160, 64), matrix).sum().backward(inputs=[matrix])
+    assert matrix.grad is not None and matrix.grad.any() and stack.grad is None
+
+
 @pytest.mark.parametrize("quantize_activations", [False, True])
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_gradients_of_gradients_are_refused(recipe: str, quantize_activations: bool) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megafsdp.device.torch_private import is_tracing, scaled_product
+from megafsdp.models import ActivationCheckpointing
 from megafsdp.quantize import products
 from megafsdp.quantize.recipes import RECIPE_NAMES, recipe_of
 from tests.quantize.emulated_cuda import emulated_cuda
@@ -26,6 +28,11 @@ def _checked_product(a: Tensor, b: Tensor) -> None:
     assert not a.dtype == b.dtype == torch.float8_e5m2, "one of them is e4m3"
     assert a.is_contiguous() and b.t().is_contiguous(), "the summed dimension lies last in both"
     assert a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0
+
+
+def _is_by_columns(scales: Tensor) -> bool:
+    rows, cols = scales.shape
+    return scales.stride() == (1, rows) or (cols == 1 and scales.stride() == (1, 1))
 
 
 class _StandIns:
@@ -64,21 +71,20 @@ class _StandIns:
     ) -> Tensor:
         """Multiply with scales of 128 elements of a row, or of 128 x 128."""
         _checked_product(a, b)
+        assert not is_tracing(), "for graphs torch takes multiples of 128 only"
         assert kind_a == F.ScalingType.BlockWise1x128
         blocks = -(-a.shape[1] // 128)
-        assert scale_a.shape == (a.shape[0], blocks) and scale_a.stride()[0] == 1
-        assert scale_a.stride()[1] == a.shape[0] and a.shape[0] % 4 == 0
+        assert scale_a.shape == (a.shape[0], blocks) and _is_by_columns(scale_a)
+        assert a.shape[0] % 4 == 0
         of_a = scale_a.repeat_interleave(128, 1)[:, : a.shape[1]]
         if kind_b == F.ScalingType.BlockWise128x128:
             rounded = -(-blocks // 4) * 4
-            assert scale_b.shape == (rounded, -(-b.shape[1] // 128))
-            assert scale_b.stride() == (1, rounded)
+            assert scale_b.shape == (rounded, -(-b.shape[1] // 128)) and _is_by_columns(scale_b)
             of_b = scale_b.repeat_interleave(128, 0)[: b.shape[0]]
             of_b = of_b.repeat_interleave(128, 1)[:, : b.shape[1]]
         else:
             assert kind_b == F.ScalingType.BlockWise1x128
-            assert scale_b.shape == (b.shape[1], blocks)
-            assert scale_b.stride() == (1, b.shape[1])
+            assert scale_b.shape == (b.shape[1], blocks) and _is_by_columns(scale_b)
             of_b = scale_b.repeat_interleave(128, 1)[:, : b.shape[0]].t()
         self.calls.append("tiles" if kind_b == F.ScalingType.BlockWise128x128 else "rows")
         return ((a.float() * of_a) @ (b.float() * of_b)).to(output_dtype)
@@ -103,11 +109,15 @@ def _drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _run(
-    recipe: str, num_tokens: int, bias: Tensor | None = None, num_outputs: int = 160
+    recipe: str,
+    num_tokens: int,
+    bias: Tensor | None = None,
+    num_outputs: int = 160,
+    linear: Callable[..., Tensor] = F.linear,
 ) -> list[Tensor]:
     weight = quantized(_drawn(num_outputs, 288, seed=1), recipe)
     x = _drawn(num_tokens, 288).requires_grad_()
-    y = F.linear(x, weight, bias)
+    y = linear(x, weight, bias)
     torch.manual_seed(0)
     return [y, *torch.autograd.grad(y, (x, weight), _drawn(num_tokens, num_outputs, seed=3))]
 
@@ -120,24 +130,60 @@ def _run(
         ("fp8_block", ["tiles", "tiles", "rows"]),
     ],
 )
-@pytest.mark.parametrize(("num_outputs", "has_bias"), [(160, False), (160, True), (512, False)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "has_bias"),
+    [(144, 160, False), (144, 160, True), (144, 512, False), (96, 112, False)],
+)
 def test_products_of_codes_equal_those_of_decoded_values(
     gpu: _StandIns,
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
     calls: list[str],
+    num_tokens: int,
     num_outputs: int,
     has_bias: bool,
 ) -> None:
-    """In the layout that the kernels want, for all three products; also of rows of four tiles."""
+    """In the layout that the kernels want, for all three products; also of one and four tiles."""
     bias = _drawn(num_outputs, seed=4) if has_bias else None
-    found = _run(recipe, 144, bias, num_outputs)
+    found = _run(recipe, num_tokens, bias, num_outputs)
     assert gpu.calls == calls
     monkeypatch.setattr(products, "_is_on_gpu", lambda values: False)
-    for got, want in zip(found, _run(recipe, 144, bias, num_outputs), strict=True):
+    for got, want in zip(found, _run(recipe, num_tokens, bias, num_outputs), strict=True):
         # Decoded operands are rounded to bf16 first; sums of the two differ by that.
         assert (got - want).norm() < 4e-3 * want.norm()
     assert gpu.calls == calls
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+def test_a_compiled_graph_multiplies_the_same_codes(gpu: _StandIns, recipe: str) -> None:
+    """Also of sizes that are no multiple of a block."""
+    wanted = _run(recipe, 144)
+    calls = list(gpu.calls)
+    torch.compiler.reset()
+    gpu.calls.clear()
+    compiled = torch.compile(F.linear, backend="aot_eager", fullgraph=True)
+    found = _run(recipe, 144, linear=compiled)
+    assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))
+    # The tracer calls the stand-in for products of tensors too.
+    assert set(gpu.calls) == set(calls)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_is_kept_by_selective_checkpointing(
+    gpu: _StandIns, monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    """By torch's own product: what a layer adds to it must not change what was kept."""
+    monkeypatch.setattr(products, "scaled_product", scaled_product)
+    bias = _drawn(160, seed=4) if has_bias else None
+    wanted = _run("fp8_current", 144, bias)
+    choice, layer = ActivationCheckpointing("selective"), nn.Linear(1, 1)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layer.forward = lambda x: F.linear(x, weight, bias)
+        return choice.run_layer(layer, 0, x)
+
+    found = _run("fp8_current", 144, bias, linear=linear)
+    assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
