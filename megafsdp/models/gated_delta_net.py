@@ -133,7 +133,9 @@ class GatedDeltaNet(ParallelModule):
         if name == "dt_bias":
             nn.init.ones_(whole)
         else:
-            middles_N = torch.arange(0.5, whole.numel(), device=whole.device) / whole.numel()
+            middles_N = torch.arange(
+                0.5, whole.numel(), dtype=torch.float32, device=whole.device
+            ).div_(whole.numel())
             whole.copy_((_FASTEST_DECAY * middles_N).log())
 
     def check_degree(self, degree: int) -> None:

@@ -77,8 +77,8 @@ class DelayedState:
                     hint="Use 1024, as the recipe 'fp8_delayed' does",
                 )
             )
-        self.weight_history = torch.zeros(num_matrices, history, device=device)
-        self._operands = torch.zeros(2, history, device=device)
+        self.weight_history = torch.zeros(num_matrices, history, dtype=torch.float32, device=device)
+        self._operands = torch.zeros(2, history, dtype=torch.float32, device=device)
         self._pending = torch.zeros(2, dtype=torch.int32, device=device)
         self._weight_bits = torch.zeros(num_matrices, dtype=torch.int32, device=device)
         self._operand_bits = torch.zeros(2, dtype=torch.int32, device=device)

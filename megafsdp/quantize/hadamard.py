@@ -38,7 +38,7 @@ def transform_tokens(values: Tensor) -> Tensor:
     module = native_module()
     is_native = type(values) is Tensor and values.device.type == "cpu"
     if module is not None and is_native and values.dtype in _DTYPE_NAMES and values.numel() > 0:
-        out = torch.empty((out_rows, num_features), dtype=torch.float32)
+        out = torch.empty((out_rows, num_features), dtype=torch.float32, device="cpu")
         values = values.detach().contiguous()
         module.transform_rows(
             values=values.data_ptr(),

@@ -52,7 +52,7 @@ class Noise(NamedTuple):
         numel, module = math.prod(shape), native_module()
         is_native = device.type == "cpu" and not is_tracing()
         if module is not None and is_native and numel > 0:
-            out = torch.empty(tuple(shape), dtype=torch.float32)
+            out = torch.empty(tuple(shape), dtype=torch.float32, device=device)
             module.fill_uniform(
                 out=out.data_ptr(),
                 numel=numel,
@@ -71,7 +71,7 @@ class Noise(NamedTuple):
 
 def draw_seed() -> int:
     """Return a seed from torch's default CPU generator, whatever the device."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def philox(

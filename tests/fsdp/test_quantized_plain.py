@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import megafsdp
 from megafsdp import FusedAdam
 from megafsdp.fsdp.runtime.torch_fsdp import shard_of
 from megafsdp.quantize.recipes import RECIPE_NAMES, recipe_of
+from tests.defaults import torch_defaults
 from tests.fsdp.torch_sharded import batch, new_model, shards_of
 from tests.ranks import Ranks
 
@@ -42,6 +44,27 @@ def _trained(recipe: str) -> tuple[nn.Module, FusedAdam]:
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     _train(model, optimizer, range(3))
     return model, optimizer
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_default_device_and_dtype_change_nothing(recipe: str) -> None:
+    """Histories, random numbers and transforms have those of the weights."""
+    models = [new_model() for _ in range(2)]
+    batches = [batch(step) for step in range(3)]
+    found = []
+    for model, context in zip(
+        models, (nullcontext(), torch_defaults("meta", torch.float16)), strict=True
+    ):
+        torch.manual_seed(0)
+        with context:
+            megafsdp.quantize_(model, recipe_of(recipe, quantize_activations=True))
+            optimizer = FusedAdam(model.parameters(), lr=1e-2)
+            for x in batches:
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([shard.main.values for shard in shards_of(model).values()])
+    assert all(map(torch.equal, *found))
 
 
 Both = tuple[nn.Module, FusedAdam]

@@ -19,6 +19,7 @@ from megafsdp.models import (
 )
 from megafsdp.models.common import SelfAttention
 from megafsdp.models.gated_delta_net import GatedDeltaNet
+from tests.defaults import torch_defaults
 from tests.parallel.cases import batch_of, build, mesh_of, wholes
 from tests.ranks import Ranks
 
@@ -226,6 +227,16 @@ def test_the_released_model_has_the_shape_of_its_config() -> None:
         assert getattr(config, name) == getattr(defaults, their_name), name
     assert list(config.layer_types) == defaults.layer_types
     assert config.rotary_fraction == defaults.rope_parameters["partial_rotary_factor"]
+
+
+def test_initial_decays_take_no_default_dtype() -> None:
+    """They are computed in fp32 where the parameter is."""
+    layer = GatedDeltaNet(_CONFIG)
+    found = [torch.zeros(4) for _ in range(2)]
+    layer.initialize("A_log", found[0])
+    with torch_defaults("cpu", torch.bfloat16):
+        layer.initialize("A_log", found[1])
+    assert torch.equal(*found)
 
 
 def test_every_parameter_of_the_toy_gets_a_gradient() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.checkpoint import load, save
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
+from tests.defaults import torch_defaults
 from tests.fsdp.toy import Net, batches, mine, shard
 from tests.ranks import Ranks
 
@@ -171,17 +171,6 @@ def test_a_rate_that_ends_just_below_zero_is_stepped_with() -> None:
     assert (weights[0] > 1).all() and torch.equal(*weights)
 
 
-@contextmanager
-def _defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_device(device)
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-
-
 def _adam(net: nn.Module) -> FusedAdam:
     formats = {"exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16}
     return FusedAdam(net.parameters(), lr=1e-2, max_grad_norm=1.0, **formats)
@@ -225,7 +214,7 @@ def _trains(kind: str, folder: Path, device: str | None, dtype: torch.dtype) -> 
     if device is None:
         everything()
     else:
-        with _defaults(device, dtype):
+        with torch_defaults(device, dtype):
             everything()
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer.synchronize()
@@ -242,9 +231,26 @@ def test_default_device_and_dtype_change_nothing(ranks: Ranks, tmp_path: Path, k
             assert all(map(torch.equal, ours, theirs))
 
 
+def _counts_on() -> set[float]:
+    net = shard(Net(num_blocks=1))
+    optimizer = FusedAdam(net.parameters())
+    net(*mine(batches(1)[0])).backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"] = 2049.0
+    with torch_defaults("cpu", FP16):
+        optimizer.step()
+    return {float(state["step"]) for state in optimizer.state.values()}
+
+
+def test_a_count_that_is_set_as_a_number_takes_no_default_dtype(ranks: Ranks) -> None:
+    """In fp16 an odd number above 2048 would be rounded."""
+    assert ranks(1).run(_counts_on) == [{2050.0}]
+
+
 def test_probing_for_denormals_takes_no_default_dtype() -> None:
     """In fp16 the probe would find zero, and leave the thread flushing."""
-    with _defaults("cpu", FP16), reference.denormal_mode(True):
+    with torch_defaults("cpu", FP16), reference.denormal_mode(True):
         pass
     assert torch.full((1,), 2.0**-120).mul_(2.0**-20).item() != 0
 

@@ -501,7 +501,7 @@ def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
     """Create the communicator of a library's process group by a first collective."""
     # Issued on one rank too: only an existing communicator can register memory.
     note_issued("all_reduce", "open communicator", 4, group)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
 
 
 def require_equal(

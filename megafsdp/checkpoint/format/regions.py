@@ -275,4 +275,4 @@ def _is_first_slice(mesh: DeviceMesh) -> bool:
     # Matched by ranks: an axis flattened from several has a name that the root does not know.
     places = torch.isin(root.mesh, mesh.mesh).nonzero()
     beside = (places == places[0]).all(dim=0)
-    return not any(torch.tensor(coordinate)[beside])
+    return not any(torch.tensor(coordinate, device="cpu")[beside])

@@ -156,7 +156,7 @@ class FlatStates:
             if (index, _STEP) in self._used:
                 own.zero_()
         elif current is not own:
-            own.copy_(torch.as_tensor(current, device=own.device))
+            own.copy_(torch.as_tensor(current, dtype=own.dtype, device=own.device))
         self._used.add((index, _STEP))
         return own
 
