@@ -27,6 +27,7 @@ from torch.distributed import _state_dict_utils, device_mesh, distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.checkpoint.utils import _create_file_view
@@ -134,6 +135,27 @@ def wrap_part(
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, local.dtype)
     return make_dtensor(DTensor, local, DTensorSpec(mesh, placements, tensor_meta=meta))
+
+
+def is_arriving(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the result of a collective of torch that may still run.
+
+    Public: none. 2.11 to 2.14.
+    """
+    return isinstance(tensor, AsyncCollectiveTensor)
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective that may still run, waited for; other tensors as given.
+
+    The result is an alias that no graph contains yet.
+
+    Public: none; any operator on such a tensor waits, but not a view. 2.11 to 2.14.
+    """
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    result = tensor.trigger_wait()
+    return result.view_as(result)
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -114,6 +115,37 @@ def _three_ways() -> None:
 def test_a_model_of_torchs_plan_equals_fsdp2_and_one_process(ranks: Ranks) -> None:
     """Losses, every gradient and two steps; one gather, one reduction and one sum a unit."""
     ranks(4).run(_three_ways)
+
+
+def _compiled(way: str) -> None:
+    grid = _grid(1, 2)
+    reference = Llama().double()
+    models = eager, compiled = [parallelize(copy.deepcopy(reference), grid["tp"]) for _ in range(2)]
+    torch.compiler.reset()
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    [batch] = batches(1, 2)
+    for model in models:
+        if way == "one unit":
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+            fully_shard([model.embedding, *model.blocks], mesh=grid["inner"])
+            fully_shard(model, mesh=grid["inner"])
+        else:
+            _shard(model, fully_shard, mesh=grid["inner"])
+        if way == "checkpointed":
+            model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+        model(*batch).backward()
+    for (name, own), other in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+        found, wanted = full_tensor(own.grad), full_tensor(other.grad)
+        torch.testing.assert_close(found, wanted, **TOLERANCE, msg=name)
+
+
+# The tracer asks every input for .grad, and torch warns where it is not a leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("way", ["units", "checkpointed", "one unit"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks: Ranks, way: str) -> None:
+    """Also the embedding, whose sum over tp the first block is given while it may still run."""
+    ranks(2).run(_compiled, way)
 
 
 class _BesidePlain(nn.Module):

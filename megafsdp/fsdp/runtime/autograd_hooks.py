@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from megafsdp.device.torch_private import base_of, untraced_hook
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
+from megafsdp.mesh.torch_private import arrived, is_arriving
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -38,11 +39,11 @@ class EndOfBackward(torch.autograd.Function):
         token: ForwardToken,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the inputs."""
+        """Return the inputs, those waited for that torch's tensor parallelism gathers."""
         ctx.unit, ctx.token = unit, token
         # Otherwise autograd allocates zeros for an input whose gradient is None.
         ctx.set_materialize_grads(False)
-        return inputs
+        return tuple(arrived(each) for each in inputs)
 
     @staticmethod
     @untraced_hook
@@ -60,6 +61,18 @@ class EndOfBackward(torch.autograd.Function):
                     hook.watch(grad)
         _schedule_of(ctx.unit).inputs_done(ctx.unit, ctx.token)
         return (None, None, *grads)
+
+
+class _Arrival(torch.autograd.Function):
+    """Identity that waits for an input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return arrived(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
 
 
 class BackwardHook:
@@ -178,6 +191,14 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 
     map_tensors(tree, collect)
     return found
+
+
+def all_arrived(tree: Any) -> Any:
+    """Return ``tree`` with tensors waited for that torch's tensor parallelism still gathers.
+
+    torch's compiled graphs (2.13) wait by themselves, and lose the gradient of such an input.
+    """
+    return map_tensors(tree, lambda t: _Arrival.apply(t) if is_arriving(t) else t)
 
 
 def on_device(tree: Any, device: torch.device) -> Any:

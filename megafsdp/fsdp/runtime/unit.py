@@ -40,6 +40,7 @@ from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.runtime.autograd_hooks import (
     BackwardHook,
     EndOfBackward,
+    all_arrived,
     cast_floating,
     map_tensors,
     on_device,
@@ -318,14 +319,14 @@ class FSDPUnit:
             # Activations are recomputed, also if the user keeps backward from gathering the unit.
             context.start_unshard(self)
             self.finish_unshard()
-            return args, kwargs
+            return all_arrived((args, kwargs))
         if run is None or not goes_on:
             self._run = run = ModuleRun(self.modules)
             # A backward within the outer call has ended its run: it goes on with this one.
             run.num_nested = int(is_nested)
         run.begin(module)
         if self._phase is Phase.FORWARD and goes_on:
-            return args, kwargs
+            return all_arrived((args, kwargs))
         if self.post_optim_event is not None:
             # The gather reads main weights that the optimizer writes on the user's stream.
             device_handle("cuda").wait_event(self.post_optim_event)
