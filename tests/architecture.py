@@ -182,6 +182,8 @@ COLLECTIVE_STEMS = (
     "irecv",
     "batch_isend_irecv",
 )
+# A class of tensors; waiting for one issues nothing.
+NO_COLLECTIVES = ("torch.distributed._functional_collectives.AsyncCollectiveTensor",)
 COLLECTIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
 COLLECTIVES_DOOR = "megafsdp/buffer/comm/collectives.py"
 
@@ -352,7 +354,8 @@ def breaches_of_the_collectives_door(modules: Sequence[Module]) -> list[str]:
         for dotted, line in _torch_references(module):
             parent, _, name = dotted.rpartition(".")
             is_collective = parent == "torch.distributed" and _is_collective(name)
-            if is_collective or dotted.startswith(COLLECTIVE_MODULES):
+            is_of_module = dotted.startswith(COLLECTIVE_MODULES) and dotted not in NO_COLLECTIVES
+            if is_collective or is_of_module:
                 breaches.append(f"{module.path}:{line}: {dotted} belongs in {COLLECTIVES_DOOR}")
     return breaches
 
