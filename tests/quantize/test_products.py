@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megafsdp import quantize_
 from megafsdp.device.torch_private import is_tracing, scaled_product
 from megafsdp.models import ActivationCheckpointing
 from megafsdp.quantize import products
@@ -280,6 +281,28 @@ def test_blocks_decode_with_a_torch_without_their_product(monkeypatch: pytest.Mo
     form = recipe_of("fp8_block").input
     assert form is not None
     assert products.reason_to_decode(_CPU, form, torch.bfloat16, _FITTING) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+def test_graphs_and_recomputation_have_the_bits_of_eager_products_on_a_gpu(recipe: str) -> None:
+    """Of sizes that are no multiple of a block, and with a bias."""
+    linear = nn.Linear(288, 160, dtype=torch.bfloat16, device="cuda")
+    quantize_(linear, recipe_of(recipe, quantize_activations=True))
+    x = _drawn(144, 288).cuda().requires_grad_()
+    choice = ActivationCheckpointing("selective")
+    ways: tuple[Callable[[Tensor], Tensor], ...] = (
+        linear,
+        torch.compile(linear, fullgraph=True),
+        lambda x: choice.run_layer(linear, 0, x),
+    )
+    found = []
+    for run in ways:
+        y = run(x)
+        gradients = torch.autograd.grad(y, (x, linear.weight), _drawn(144, 160, seed=3).cuda())
+        found.append([y, *gradients])
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
