@@ -20,6 +20,7 @@ from benchmarks.gpu.part import Report, Size
 FILES = (
     "tests/optimizer/kernels/test_cuda.py",
     "tests/quantize/test_cuda.py",
+    "tests/quantize/test_products.py",
     "tests/fsdp/test_cuda.py",
     "tests/optimizer/adam/test_capturable.py",
     "tests/optimizer/adam/test_step.py",
