@@ -386,10 +386,11 @@ def test_the_weight_may_be_what_is_differentiated_by(is_checkpointed: bool) -> N
 
 def test_a_matrix_of_a_stack_may_be_what_is_differentiated_by() -> None:
     """As for other tensors that are no parameters, the gradient is kept on it."""
-    stack = quantized(_drawn(3, 96, 64), "fp8_current")
-    matrix = stack[1]
-    F.linear(_drawn(160, 64), matrix).sum().backward(inputs=[matrix])
-    assert matrix.grad is not None and matrix.grad.any() and stack.grad is None
+    stack, wanted = (quantized(_drawn(3, 96, 64), "fp8_current") for _ in range(2))
+    matrix, x = stack[1], _drawn(160, 64)
+    F.linear(x, matrix).square().sum().backward(inputs=[matrix])
+    F.linear(x, wanted[1]).square().sum().backward()
+    assert stack.grad is None and torch.equal(matrix.grad, wanted.grad[1])
 
 
 @pytest.mark.parametrize("quantize_activations", [False, True])
