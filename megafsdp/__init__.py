@@ -10,10 +10,10 @@ from megafsdp.fsdp.full_params import (
     summon_full_params,
 )
 from megafsdp.fsdp.fully_shard import fully_shard, fully_shard_model, microbatch
+from megafsdp.fsdp.handles import GradientReductionHandle, UnshardHandle
 from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy
 from megafsdp.fsdp.quantized_model import quantize_, requantize_
-from megafsdp.fsdp.unshard_handle import UnshardHandle
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer, mark_main_weights_changed
 from megafsdp.mesh.annotation import ExpertRange, annotate
 from megafsdp.mesh.fused_parts import FusedParts
@@ -33,6 +33,7 @@ __all__ = [
     "FSDPModule",
     "FusedAdam",
     "FusedParts",
+    "GradientReductionHandle",
     "HybridDeviceOptimizer",
     "LossScaler",
     "MixedPrecisionPolicy",

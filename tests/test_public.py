@@ -23,6 +23,7 @@ PROMISED = {
     "FSDPModule",
     "FusedAdam",
     "FusedParts",
+    "GradientReductionHandle",
     "HybridDeviceOptimizer",
     "LossScaler",
     "MixedPrecisionPolicy",
@@ -57,7 +58,7 @@ OWN_METHODS = {"join_hook", "no_sync", "state_dict", "zero_grad"}
 # function of which our units refuse the call; tests/fsdp/test_torch_callers.py calls all three.
 TORCH_ALONE = {"CPUOffloadPolicy", "DataParallelMeshDims", "share_comm_ctx"}
 STORED_NAMES = Path(__file__).parent / "golden" / "torch_fsdp2_names.json"
-VERSIONS = ["installed", "2.11.0", "2.12.0", "2.13.0", "2.14.1"]
+VERSIONS = ["installed", "2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0"]
 # What README, docs, examples and pyproject.toml import, beside the names of the package itself.
 IMPORT_PATHS = {
     "megafsdp.__main__": {"main"},
@@ -108,6 +109,7 @@ IMPORT_PATHS = {
     "megafsdp.errors": {"expected"},
     "megafsdp.fsdp": {
         "FSDPModule",
+        "GradientReductionHandle",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "UnshardHandle",
@@ -223,13 +225,19 @@ def _names_of_torch(version: str) -> dict[str, Any]:
     }
 
 
+def _methods_of_units() -> dict[str, Any]:
+    """Return what the classes of ours that are mixed into units define."""
+    ours = [cls for cls in FSDPModule.__mro__ if cls.__module__.startswith("megafsdp.")]
+    return {name: value for cls in reversed(ours) for name, value in vars(cls).items()}
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_name_of_torchs_fsdp2_is_one_of_ours(version: str) -> None:
     """With its signature; what is not built raises NotImplementedError when it is called."""
     names = _names_of_torch(version)
     assert len(names["methods"]) >= 18
-    # Of our own class: an inherited one would work on a state that our units have not.
-    ours = {name: _signature(f) for name, f in vars(FSDPModule).items() if name in names["methods"]}
+    # Of our own classes: one of torch would work on a state that our units have not.
+    ours = {n: _signature(f) for n, f in _methods_of_units().items() if n in names["methods"]}
     assert ours == names["methods"]
     assert set(names["exported"]) - PROMISED <= TORCH_ALONE
     parameters = inspect.signature(megafsdp.fully_shard).parameters
@@ -242,7 +250,7 @@ def test_every_name_of_torchs_fsdp2_is_one_of_ours(version: str) -> None:
 
 def test_the_methods_of_a_unit_are_documented_and_no_others() -> None:
     """Each is of torch in some version, or one of the few of our own."""
-    ours = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    ours = {name for name in _methods_of_units() if not name.startswith("_")}
     assert ours == OWN_METHODS.union(*(_names_of_torch(v)["methods"] for v in VERSIONS))
     for name in ours:
         assert inspect.getdoc(getattr(FSDPModule, name)), name

@@ -11,23 +11,26 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from megafsdp.buffer.comm.custom import AllGather, ReduceScatter
 from megafsdp.device.memory import outside_inference_mode
 from megafsdp.device.torch_private import is_backward_running
 from megafsdp.errors import expected
-from megafsdp.fsdp.params.parameter_group import ParameterGroup
-from megafsdp.fsdp.params.reduced_hook import ReducedHook
+from megafsdp.fsdp.collective_methods import CollectiveMethods, not_built
+from megafsdp.fsdp.handles import GradientReductionHandle, UnshardHandle
 from megafsdp.fsdp.runtime.guards import refuse_changes, refuse_copy, refuse_replaced
-from megafsdp.fsdp.runtime.schedule import ScheduledUnit, references
-from megafsdp.fsdp.runtime.unit import FSDPUnit, hidden_parameters, unit_of, units_below
-from megafsdp.fsdp.torch_state import TorchState, mark_managed, show_weights_to_split_backward
-from megafsdp.fsdp.unshard_handle import UnshardHandle
+from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit, references
+from megafsdp.fsdp.runtime.unit import hidden_parameters, units_below
+from megafsdp.fsdp.torch_state import (
+    TorchState,
+    mark_managed,
+    refuse_lost_gradients,
+    show_weights_to_split_backward,
+)
 from megafsdp.mesh.torch_private import (
     check_before_torch_shards,
     register_as_fully_sharded,
@@ -38,16 +41,7 @@ from megafsdp.mesh.torch_private import (
 _PREFIX = "FSDP"
 
 
-if TYPE_CHECKING:
-
-    class _Mixin(TorchFSDPModule, nn.Module):  # type: ignore[misc]
-        """The base classes that type checkers see: every instance is also an ``nn.Module``."""
-
-else:
-    _Mixin = TorchFSDPModule
-
-
-class FSDPModule(_Mixin):
+class FSDPModule(CollectiveMethods):
     """Mixin of modules given to ``fully_shard``.
 
     It is a subclass of torch's class of the same name, so that ``isinstance`` checks elsewhere
@@ -71,19 +65,32 @@ class FSDPModule(_Mixin):
         """Show that the module is a unit, as torch's do."""
         return _PREFIX + super().__repr__()
 
-    def _fsdp_unit(self) -> FSDPUnit:
-        unit = unit_of(self)
-        assert unit is not None, "fully_shard() made this module a unit"
-        return unit
-
-    def _fsdp_units(self, *, recurse: bool) -> list[FSDPUnit]:
-        if not recurse:
-            return [self._fsdp_unit()]
-        return list(units_below([self]).values())
-
     def _get_fsdp_state(self) -> Any:
         """Return the state of this module's unit in the form that torch's own code reads."""
         return TorchState(self)
+
+    def _root_context(self, where: str, reason: str) -> FSDPContext:
+        """Return the context of the root, which this module has to be.
+
+        Args:
+            where: The call, for the message.
+            reason: What is done to the root and all units under it.
+
+        Raises:
+            RuntimeError: The module is not the root.
+        """
+        unit = self._fsdp_unit()
+        context = unit.require_context()
+        if not context.is_root(unit):
+            raise RuntimeError(
+                expected(
+                    f"the root, {reason}",
+                    f"unit '{unit.name}' under it",
+                    where=where,
+                    hint="Call it on the outermost module given to fully_shard()",
+                )
+            )
+        return context
 
     @overload
     def unshard(self, async_op: Literal[False] = False) -> None: ...
@@ -138,8 +145,85 @@ class FSDPModule(_Mixin):
             unit.options = replace(unit.options, requires_gradient_sync=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether the next backward is the step's last; if not, some reductions wait."""
-        self._fsdp_unit().require_context().is_last_microbatch = is_last_backward
+        """Choose whether the next backward is the step's last; if not, some reductions wait.
+
+        Without effect on when a step's backwards end if :meth:`finalize_backward` ends them.
+        """
+        self._fsdp_unit().require_context().iteration.is_last_microbatch = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose whether :meth:`finalize_backward` ends a step's backwards, not the last of them.
+
+        Called on the root by all ranks, before the first backward of a step; local.
+
+        Raises:
+            RuntimeError: The module is not the root, or a backward has begun.
+        """
+        where = "set_manual_backward_finalization()"
+        iteration = self._root_context(where, "whose backwards end together").iteration
+        if enabled != iteration.is_ended_by_user and iteration.is_unfinished:
+            raise RuntimeError(
+                expected(
+                    "no backward since the optimizer's step",
+                    "one that has not been ended",
+                    where=where,
+                    hint="Call it before the first backward, or after finalize_backward() or "
+                    "reset_iter_state()",
+                )
+            )
+        iteration.is_ended_by_user = enabled
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what waits for the end of a step's backwards, and free storage; collective.
+
+        Called on the root by all ranks, after :meth:`set_manual_backward_finalization` and all
+        backwards of the step. Units that synchronize gradients reduce those that earlier backwards
+        added up locally, and units that reshard after backward free their storage. Before the first
+        forward nothing happens.
+
+        Args:
+            async_op: Return a handle once reductions are issued; its ``wait()`` finishes them.
+                Until then no forward or backward of these units may run, and gradients may not be
+                used.
+
+        Raises:
+            RuntimeError: The module is not the root, the last backward ends by itself, a backward
+                is running, a handle has not been waited for, or a backward that torch's pipelining
+                split has left no gradients.
+        """
+        where = "finalize_backward()"
+        unit = self._fsdp_unit()
+        if unit.context is None:
+            return GradientReductionHandle(None) if async_op else None
+        context = self._root_context(where, "whose backwards end together")
+        context.iteration.refuse_within_end()
+        if is_backward_running() or not context.iteration.is_ended_by_user:
+            is_inside = is_backward_running()
+            raise RuntimeError(
+                expected(
+                    "backwards that have returned, and that the caller ends",
+                    "a call within a backward" if is_inside else "ones that end by themselves",
+                    where=f"{where} of unit '{unit.name}'",
+                    hint="Call it after the last backward returns"
+                    if is_inside
+                    else "Call set_manual_backward_finalization(True) before the first forward",
+                )
+            )
+        refuse_lost_gradients(unit)
+        handle = GradientReductionHandle(context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether shards are summed over the outer axis, if there is one, from here on."""
@@ -148,6 +232,16 @@ class FSDPModule(_Mixin):
             has_outer_axis = any(group.axes.outer_group is not None for group in unit.groups)
             is_required = requires_all_reduce or not has_outer_axis
             unit.options = replace(unit.options, requires_all_reduce=is_required)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether memory of gathered parameters stays theirs when they are resharded; local.
+
+        They are gathered anew all the same. Their addresses then stay the same, as a CUDA graph
+        needs, and all units' full parameters take memory at once.
+        """
+        for unit in self._fsdp_units(recurse=recurse):
+            for group in unit.groups:
+                group.compute_weight.keep_storage(keep)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether storage is freed between forward and backward.
@@ -198,254 +292,18 @@ class FSDPModule(_Mixin):
         unit = self._fsdp_unit()
         unit.options = replace(unit.options, unshard_in_backward=unshard_in_backward)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks.
-
-        Raises:
-            ValueError: ``factor`` is not positive.
-        """
-        if factor <= 0:
-            raise ValueError(
-                expected(
-                    "a positive factor",
-                    factor,
-                    where="set_gradient_divide_factor()",
-                    hint="Give the number that the sum over ranks is divided by",
-                )
-            )
-        for group in self._fsdp_unit().groups:
-            group.gradients.scale = 1.0 / factor
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call :meth:`set_gradient_divide_factor`, torch's newer name of the same."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_all_reduce_hook(
-        self,
-        hook: Callable[[torch.Tensor], None] | None,
-        *,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """Call ``hook`` on each new sum of this unit's gradients, before it becomes ``.grad``.
-
-        For sums over ranks that no mesh names, such as replicas that come and go. It is called once
-        a parameter group (parameters that share dtypes and ranks), in the same order on all ranks,
-        when the sum over the mesh is complete: for each microbatch that is reduced, without the
-        sums of earlier ones; with parameters on the host once for all of them.
-
-        Args:
-            hook: Changes a tensor in place: 1-D, this rank's range of the group's flat buffer, of
-                the main gradients' dtype, already divided. Gaps in it are zero and must stay so.
-                None calls nothing any more.
-            stream: The CUDA stream that the hook's work is queued on; None for a stream that all
-                hooks share. Ignored on CPU.
-
-        Raises:
-            TypeError: ``hook`` cannot be called.
-            ValueError: A stream is given, and the mesh has two axes.
-        """
-        groups = self._fsdp_unit().groups
-        where = "set_all_reduce_hook()"
-        if hook is not None and not callable(hook):
-            raise TypeError(
-                expected("a function of a tensor", repr(hook), where=where, hint="Give a function")
-            )
-        if stream is not None and any(group.axes.outer_group is not None for group in groups):
-            raise ValueError(
-                expected(
-                    "no stream on a mesh of two axes, as in torch",
-                    stream,
-                    where=where,
-                    hint="Leave it out: the hook runs after the sum over the outer axis",
-                )
-            )
-        for group in groups:
-            group.gradients.call_on_sums(
-                None if hook is None else ReducedHook(hook, group.device, stream)
-            )
-
-    def set_custom_all_gather(self, comm: AllGather | None) -> None:
-        """Let an object of yours gather this unit's weights over the ranks that divide them.
-
-        It is called once a parameter group (parameters that share dtypes and ranks) and gather, in
-        the same order on all ranks, in place of the default, which writes into the unsharded
-        parameters without a copy. Joins over an outer axis and groups of one rank go without it.
-
-        Args:
-            comm: torch's ``AllGather`` or anything like it: ``allocate(size, dtype=, device=)``
-                returns memory, and ``comm(output_tensor=, input_tensor=, group=, async_op=False)``
-                fills it. Both are 1-D, in the compute dtype (uint8 for quantized weights), and the
-                input is this rank's part of the output. On CUDA both are called on a stream of
-                their own. None restores the default.
-
-        Raises:
-            TypeError: ``comm`` cannot be called, or allocates nothing; in a gather, it returned
-                memory of another size, dtype or device than was asked for.
-            ValueError: The unit's weights are replicated (``no_shard``).
-        """
-        for group in self._groups_for(comm, where="set_custom_all_gather()"):
-            group.compute_weight.all_gather_comm = comm
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
-        """Let an object of yours sum this unit's gradients over the ranks that divide them.
-
-        It is called once a parameter group and reduction, in the same order on all ranks. Sums over
-        an outer axis and groups of one rank go without it.
-
-        Args:
-            comm: torch's ``ReduceScatter`` or anything like it: ``allocate()`` as for
-                :meth:`set_custom_all_gather`, for input and output, and ``comm(output_tensor=,
-                input_tensor=, group=, op=ReduceOp.SUM)``. Both are 1-D and of the reduce dtype.
-                None restores the default.
-
-        Raises:
-            TypeError: As for :meth:`set_custom_all_gather`.
-            ValueError: As there.
-        """
-        for group in self._groups_for(comm, where="set_custom_reduce_scatter()"):
-            group.gradients.summing.reduce_scatter_comm = comm
-
-    def _groups_for(self, comm: object, *, where: str) -> list[ParameterGroup]:
-        """Return the groups whose collectives an object of the user's may make."""
-        if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
-            raise TypeError(
-                expected(
-                    "an object with allocate() that can be called, such as one of a subclass of "
-                    "torch's AllGather or ReduceScatter",
-                    repr(comm),
-                    where=where,
-                    hint="Give one, or None for the default",
-                )
-            )
-        groups = self._fsdp_unit().groups
-        sharded = [group for group in groups if group.axes.is_sharded]
-        if groups and not sharded and comm is not None:
-            raise ValueError(
-                expected(
-                    "a unit whose weights are divided",
-                    "one of strategy 'no_shard'",
-                    where=where,
-                    hint="Nothing is gathered or scattered there; choose another strategy, or "
-                    "set_all_reduce_hook() to change sums of gradients",
-                )
-            )
-        return sharded
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Choose ``nccl_user_buffers`` of ``fully_shard`` for this unit, before its first forward.
-
-        Raises:
-            NotImplementedError: ``enable`` is True, and the unit's weights stay gathered.
-            RuntimeError: The unit has run and cannot change any more.
-        """
-        unit = self._fsdp_unit()
-        where = "set_allocate_memory_from_process_group_for_comm()"
-        # A root may own no parameter, or some that are replicated.
-        kept = [group.compute_weight.stays_gathered for group in unit.groups]
-        if enable and kept and all(kept):
-            raise _not_built(
-                "registered memory for weights that are gathered at most once a step",
-                where=where,
-                hint="Leave out the call, or use strategy 'optim_grads_params'",
-            )
-        # Slabs are made for all units at once: their sizes and number depend on every unit.
-        if unit.context is not None and enable != unit.options.nccl_user_buffers:
-            raise RuntimeError(
-                expected(
-                    "a unit that has not run",
-                    f"unit '{unit.name}', whose memory is shared with other units",
-                    where=where,
-                    hint="Call it before the first forward",
-                )
-            )
-        unit.options = replace(unit.options, nccl_user_buffers=enable)
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Refuse torch's symmetric memory, which takes a collective for each allocation.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise _not_built(
-            "buffers in symmetric memory",
-            where="set_symm_mem_for_comm()",
-            hint="Give nccl_user_buffers=True to fully_shard(), which registers memory with NCCL, "
-            "or set_custom_all_gather() an object whose allocate() returns such memory",
-        )
-
     def join_hook(self, **kwargs: object) -> None:
         """Refuse ``torch.distributed.algorithms.Join``, for ranks with fewer batches than others.
 
         Raises:
             NotImplementedError: Always.
         """
-        raise _not_built(
+        raise not_built(
             "collectives for ranks whose batches have ended",
             where="torch.distributed.algorithms.Join",
             hint="Drop the incomplete batches, or give these ranks batches without rows: see "
             "docs/troubleshooting.md, 'It hangs'",
         )
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Choose whether NCCL only sums gradients, without multiplying them by the scale.
-
-        Zero-copy collectives need that. Scaling is then a separate pass over each rank's shard.
-        Other backends are never asked to scale.
-        """
-        for group in self._fsdp_unit().groups:
-            group.gradients.summing.force_sum = enable
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Accept torch's switch; whole buffers are always reduced, whichever ranks used them."""
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Choose whether reductions have communicators of their own; collective, on all ranks.
-
-        The default is True on CUDA, where one communicator runs one collective at a time, and False
-        on CPU. The choice applies to all units under one root.
-        """
-        # An outer root may run for the first time later. It then reads its units' options, because
-        # it replaces the context that is changed here.
-        for unit in self._fsdp_units(recurse=recurse):
-            unit.options = replace(unit.options, separates_reductions=enable)
-        self._fsdp_unit().require_context().separate_reductions(enable)
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Choose how many reductions may be under way; each holds one unit's full gradients.
-
-        The largest value among the units under one root counts, from the next backward on.
-
-        Raises:
-            TypeError: It is no int.
-            ValueError: The number is not positive.
-        """
-        # True would mean one buffer, and half a buffer none.
-        if type(max_input_buffers) is not int:
-            raise TypeError(
-                expected(
-                    "an int",
-                    repr(max_input_buffers),
-                    where="set_reduce_scatter_max_input_buffers()",
-                    hint="Give the number of buffers, for example 2",
-                )
-            )
-        if max_input_buffers < 1:
-            raise ValueError(
-                expected(
-                    "1 or more buffers",
-                    max_input_buffers,
-                    where="set_reduce_scatter_max_input_buffers()",
-                    hint="Use 1, which lets a reduction overlap with the next unit's backward",
-                )
-            )
-        for unit in self._fsdp_units(recurse=recurse):
-            unit.options = replace(unit.options, max_reductions=max_input_buffers)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward's first gather wait for an event of the optimizer's stream.
@@ -456,7 +314,7 @@ class FSDPModule(_Mixin):
         # A root may own no parameter itself.
         groups = (group for unit in self._fsdp_units(recurse=True) for group in unit.groups)
         if not any(group.device.type == "cuda" for group in groups):
-            raise _not_built(
+            raise not_built(
                 "an event on the CPU, where a step has ended when it returns",
                 where="set_post_optim_event()",
                 hint="Leave out the call",
@@ -474,17 +332,9 @@ class FSDPModule(_Mixin):
         """
         # An exception leaves all units of a pass unfinished, not one.
         unit = self._fsdp_unit()
-        context = unit.require_context()
-        if not context.is_root(unit):
-            raise RuntimeError(
-                expected(
-                    "the root, whose iteration has to be dropped as a whole",
-                    f"unit '{unit.name}' under it",
-                    where="reset_iter_state()",
-                    hint="Call it on the outermost module given to fully_shard()",
-                )
-            )
+        context = self._root_context("reset_iter_state()", "whose iteration is dropped as a whole")
         context.reset_after_error()
+        context.iteration.is_unfinished = False
         # The reset keeps sums of earlier microbatches where only a forward was cut short.
         for each in units_below(unit.modules).values():
             each.discard_unreduced_grads()
@@ -535,11 +385,6 @@ class FSDPModule(_Mixin):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to pickle: process groups cannot be pickled."""
         refuse_copy("pickle")
-
-
-def _not_built(got: str, *, where: str, hint: str) -> NotImplementedError:
-    """Return the error for a valid request that torch supports and megafsdp does not."""
-    return NotImplementedError(expected("collectives of our own", got, where=where, hint=hint))
 
 
 def _references(

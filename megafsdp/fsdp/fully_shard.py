@@ -265,12 +265,14 @@ def microbatch(model: nn.Module, is_last: bool = True) -> Iterator[None]:
         units[0].require_context()
     contexts = dict.fromkeys(unit.require_context() for unit in units)
     for context in contexts:
-        context.is_last_microbatch = context.optimizer_may_start = is_last
+        iteration = context.iteration
+        iteration.is_last_microbatch = iteration.optimizer_may_start = is_last
     try:
         yield
     finally:
         for context in contexts:
-            context.is_last_microbatch, context.optimizer_may_start = True, False
+            iteration = context.iteration
+            iteration.is_last_microbatch, iteration.optimizer_may_start = True, False
 
 
 def average_of(value: str) -> Average:

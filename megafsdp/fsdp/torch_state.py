@@ -2,7 +2,7 @@
 
 ``torch.distributed.pipelining`` reduces gradients through this state after a step's last
 microbatch, and torch's ``register_fsdp_forward_method`` gathers through it. The names are those
-that torch 2.11 to 2.14 read; any other is refused by name. No other code of megafsdp uses it.
+that torch 2.11 to 2.15 read; any other is refused by name. No other code of megafsdp uses it.
 
 transformers looks for a mark on modules: its models then run equally often on all ranks, which
 gathers need.
@@ -43,6 +43,27 @@ def show_weights_to_split_backward(module: nn.Module) -> Iterator[None]:
     # No output of a unit has seen the backward of weights.
     for context in dict.fromkeys(contexts):
         context.end_unseen_backward()
+
+
+def refuse_lost_gradients(unit: FSDPUnit) -> None:
+    """Raise RuntimeError if a split backward of a pipeline has left a root without any gradient.
+
+    Where :func:`show_weights_to_split_backward` was not installed, replicas lost theirs.
+
+    Args:
+        unit: The root.
+    """
+    context = unit.require_context()
+    groups = [group for group in context.groups if group.is_trainable]
+    if context.iteration.is_unfinished and groups and not any(g.gradients.has_any for g in groups):
+        raise RuntimeError(
+            expected(
+                "gradients of the weights of a pipeline's stage",
+                "none",
+                where=f"the end of a step, at unit '{unit.name}'",
+                hint=HINT_OF_SPLIT_BACKWARD,
+            )
+        )
 
 
 def mark_managed(modules: Iterable[nn.Module], is_managed: bool = True) -> None:
@@ -90,31 +111,18 @@ class TorchState:
         return self
 
     @property
-    def _comm_ctx(self) -> None:
-        """Return what share_comm_ctx() hands on."""
+    def _comm_ctx(self) -> object:
+        """Return what share_comm_ctx() hands on, of which schedules require one for each stage."""
+        return self._unit()
 
     @_comm_ctx.setter
     def _comm_ctx(self, value: object) -> None:
         """Take what share_comm_ctx() hands on: there is nothing to do."""
 
     def _root_post_backward_final_callback(self) -> None:
-        context = self._unit().require_context()
-        groups = [group for group in context.groups if group.is_trainable]
-        # Where show_weights_to_split_backward() was not installed, replicas lost their gradients.
-        if (
-            context.has_unfinished_backward
-            and groups
-            and not any(g.gradients.has_any for g in groups)
-        ):
-            raise RuntimeError(
-                expected(
-                    "gradients of the weights of a pipeline's stage",
-                    "none",
-                    where=f"the end of a step, at unit '{self._unit().name}'",
-                    hint=HINT_OF_SPLIT_BACKWARD,
-                )
-            )
-        context.end_backward()
+        unit = self._unit()
+        refuse_lost_gradients(unit)
+        unit.require_context().end_backward()
 
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

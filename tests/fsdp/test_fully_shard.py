@@ -98,7 +98,8 @@ def _wrong_parameters() -> None:
     _refused(lambda: fully_shard(block), NotImplementedError, ["'codes'", "ignored_params"])
     fully_shard(block, ignored_params=[block.codes])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        # A DeprecationWarning, from torch 2.15 on a FutureWarning.
+        warnings.simplefilter("ignore")
         compiled = torch.jit.script(nn.Linear(12, 12))
     net = nn.Sequential(nn.Linear(12, 12), compiled)
     words = ["'1.weight'", "torch.jit", "ignored_params"]

@@ -204,6 +204,7 @@ def test_torchs_pipelining_trains_as_one_process(
 def _split_backward_alone(strategy: str) -> None:
     net = fully_shard(Block(), strategy=strategy)
     stage = PipelineStage(net, 0, 2, torch.device("cpu"))
+    stage.has_backward = True
     x = torch.randn(2, WIDTH, requires_grad=True)
     net.set_is_last_backward(False)
     net.set_requires_gradient_sync(False)

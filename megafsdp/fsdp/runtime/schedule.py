@@ -35,6 +35,7 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_maxima
 from megafsdp.fsdp.runtime.forward_passes import ForwardPass, ForwardToken, PendingForwards
 from megafsdp.fsdp.runtime.guards import refuse_replaced
+from megafsdp.fsdp.runtime.iteration import Iteration, WholeBackward
 from megafsdp.fsdp.runtime.process_groups import ExtraGroups, separate_reductions
 from megafsdp.fsdp.runtime.recorded_order import RecordedOrder
 
@@ -193,21 +194,6 @@ class ReductionQueue:
         self._second_stages.clear()
 
 
-@dataclass(slots=True, eq=False)
-class WholeBackward:
-    """One backward, of all units that take part in it.
-
-    Attributes:
-        is_running: Whether it has begun, and its end has not.
-        is_complete: Whether its end is complete; an exception may have cut it short.
-        is_order_begun: Whether a unit that is in the recorded order has begun its backward.
-    """
-
-    is_running: bool = True
-    is_complete: bool = False
-    is_order_begun: bool = False
-
-
 class FSDPContext:
     """The state that the units under one root share.
 
@@ -216,10 +202,7 @@ class FSDPContext:
         units: All units, the root first, in the order of ``named_modules``.
 
     Attributes:
-        is_last_microbatch: Whether no other microbatch comes before the optimizer's step.
-        has_unfinished_backward: Whether a backward has begun and the last microbatch's has not
-            ended.
-        optimizer_may_start: Whether the user declared this the last microbatch: a step may begin.
+        iteration: The backwards before the optimizer's step.
         forward_pass: The last pass that began.
         passes_in_backward: Passes whose backward has begun in the backward under way.
         reductions: The reductions under way.
@@ -230,8 +213,7 @@ class FSDPContext:
         # Units own their context: weak references let a deleted model free its buffers at once.
         self._root = weakref.ref(root)
         self._units = [weakref.ref(u) for u in units]
-        self.is_last_microbatch = True
-        self.has_unfinished_backward = self.optimizer_may_start = False
+        self.iteration = Iteration()
         self.forward_pass = ForwardPass()
         self.passes_in_backward: set[ForwardPass] = set()
         self.reductions = ReductionQueue()
@@ -270,6 +252,7 @@ class FSDPContext:
         root = self._root()
         if root is unit or self.is_without_root(unit):
             refuse_replaced(self.groups if root is unit else unit.groups)
+            self.iteration.refuse_within_end()
         if root is unit:
             self._begin_root()
         elif self.has_backward_begun:
@@ -357,7 +340,7 @@ class FSDPContext:
     def end_unseen_backward(self) -> None:
         """End a backward that no output of a unit began, in the root's forward or of weights."""
         if any(group.gradients.has_grads for group in self.groups):
-            self.has_unfinished_backward = True
+            self.iteration.is_unfinished = True
             self.end_backward()
 
     @untraced_hook
@@ -384,8 +367,9 @@ class FSDPContext:
         """Make the autograd engine call :meth:`end_backward` at its end; once per backward."""
         if self._whole_backward.is_running:
             return
+        self.iteration.refuse_within_end()
         self._whole_backward = WholeBackward()
-        self.has_unfinished_backward = True
+        self.iteration.is_unfinished = True
         chosen = (unit.options.max_reductions for unit in self.units)
         # The model, and with it all units, may be gone before its backward.
         self.reductions.max_waiting = max(chosen, default=1)
@@ -432,17 +416,15 @@ class FSDPContext:
         if root is None or not root.is_at_work:
             for unit in units:
                 unit.end_partial_forward()
-        if self.is_last_microbatch:
+        if self.iteration.ends_with_backward:
             self._reduce_leftovers(units)
         for unit in units:
             unit.is_hidden = False
         # Finish before backward() returns: users read .grad at once.
         self.reductions.finish()
         self._release_all(is_after_backward=True)
-        if self.is_last_microbatch:
-            self._finish_exchanges()
-            self._agree_on_usage()
-            self.has_unfinished_backward = False
+        if self.iteration.ends_with_backward:
+            self._end_iteration()
         self.passes_in_backward.clear()
         # A retained graph is not lost: its next begin_backward() counts the forward again.
         for unit in units:
@@ -466,7 +448,7 @@ class FSDPContext:
                 gradients.drop_frozen()
                 if not group.is_trainable:
                     continue
-                is_deferred = gradients.defers and not self.is_last_microbatch
+                is_deferred = gradients.defers and not self.iteration.is_last_microbatch
                 if is_deferred or not options.requires_gradient_sync:
                     gradients.accumulate()
                 else:
@@ -483,8 +465,8 @@ class FSDPContext:
             self.reductions.make_room()
         self.reductions.add(
             gradients.start_reduce(
-                is_final=is_final and self.is_last_microbatch,
-                optimizer_may_start=self.optimizer_may_start,
+                is_final=is_final and self.iteration.is_last_microbatch,
+                optimizer_may_start=self.iteration.optimizer_may_start,
             )
         )
 
@@ -496,8 +478,36 @@ class FSDPContext:
                 if group.gradients.is_left_over(is_final=is_final):
                     self._reduce(group.gradients, is_final=is_final)
 
-    def _agree_on_usage(self) -> None:
+    def _end_iteration(self) -> None:
+        self._finish_exchanges()
         self._exchanges = agree_on_usage(self.groups)
+        self.iteration.is_unfinished = False
+
+    def start_finalizing(self) -> object:
+        """Issue the reductions that wait for the end of the iteration; collective.
+
+        Returns:
+            What to give to :meth:`finish_finalizing`.
+        """
+        # Incomplete, so that zero_grad() drops the reductions under way too.
+        self._whole_backward = WholeBackward(is_running=False)
+        iteration = self.iteration
+        was_last, iteration.is_last_microbatch = iteration.is_last_microbatch, True
+        self._reduce_leftovers(self.units)
+        iteration.is_last_microbatch, iteration.end = was_last, object()
+        return iteration.end
+
+    def finish_finalizing(self, end: object) -> None:
+        """End an iteration that the user ends: finish its reductions, agree on usage; collective.
+
+        Raises:
+            RuntimeError: It was dropped, by ``zero_grad()`` or ``reset_iter_state()``.
+        """
+        self.iteration.end_with(end)
+        self.reductions.finish()
+        self._release_all(is_after_backward=True)
+        self._end_iteration()
+        self._whole_backward.is_complete = True
 
     def _finish_exchanges(self) -> None:
         """Wait for the exchanges of the last backward that this rank does not read."""
@@ -562,6 +572,8 @@ class FSDPContext:
         is_backward = self.has_backward_begun
         if not (is_backward or any(unit.is_at_work for unit in self.units)):
             return
+        if is_backward:
+            self.iteration.is_unfinished, self.iteration.end = False, None
         self._whole_backward = WholeBackward(is_running=False, is_complete=True)
         self.passes_in_backward.clear()
         self.reductions.clear()
