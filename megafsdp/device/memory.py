@@ -213,13 +213,15 @@ class FlatStorage:
 
     Attributes:
         tensor: The flat tensor.
-        is_allocated: Whether it has memory.
+        is_allocated: Whether it may be used: it has memory, and was not released.
         slabs: The slabs that later allocations take; None for the device's allocator.
     """
 
     __slots__ = (
         "__weakref__",
         "_category",
+        "_has_memory",
+        "_keeps_memory",
         "_ledger",
         "_nbytes",
         "_slab",
@@ -238,7 +240,7 @@ class FlatStorage:
         category: Category,
         memory: torch.Tensor | None = None,
     ) -> None:
-        self.is_allocated = False
+        self._has_memory = self._keeps_memory = False
         self.slabs: Slabs | None = None
         self._slab: Slab | None = None
         if memory is None:
@@ -256,8 +258,8 @@ class FlatStorage:
 
     def __del__(self) -> None:
         """Count the memory as freed; the last view of the tensor frees it."""
-        if self.is_allocated:
-            self._mark_released()
+        if self._has_memory:
+            self._mark_freed()
 
     @property
     def nbytes(self) -> int:
@@ -268,6 +270,11 @@ class FlatStorage:
         """Allocate the memory again, uninitialised; does nothing if it is allocated."""
         if self.is_allocated:
             return
+        if not self._has_memory:
+            self._take_memory()
+        self._mark_allocated()
+
+    def _take_memory(self) -> None:
         slab = None if self.slabs is None else self.slabs.find_free()
         memory = self.tensor.untyped_storage()
         nbytes = self._nbytes if slab is None else slab.nbytes
@@ -283,24 +290,32 @@ class FlatStorage:
             device = self.tensor.device
             raise _no_room(nbytes, self._category, device, self._ledger, error) from error
         self._slab = slab
-        self._mark_allocated()
 
     def release(self) -> None:
         """Free the memory; views stay aliases and must not be read until :meth:`allocate`."""
-        if self.is_allocated:
+        self.is_allocated = False
+        self._free_unless_kept()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Choose whether :meth:`release` leaves the memory to the next :meth:`allocate`."""
+        self._keeps_memory = keep
+        self._free_unless_kept()
+
+    def _free_unless_kept(self) -> None:
+        if self._has_memory and not (self.is_allocated or self._keeps_memory):
             self.tensor.untyped_storage().resize_(0)
-            self._mark_released()
+            self._mark_freed()
 
     def _mark_allocated(self) -> None:
-        self.is_allocated = True
         # A slab's bytes are counted as long as the slab exists.
-        if self._slab is None:
+        if self._slab is None and not self._has_memory:
             self._ledger.debit(self._category, self._nbytes)
+        self.is_allocated = self._has_memory = True
         if _is_poisoning():
             poison(self.tensor)
 
-    def _mark_released(self) -> None:
-        self.is_allocated = False
+    def _mark_freed(self) -> None:
+        self.is_allocated = self._has_memory = False
         if self._slab is None:
             self._ledger.credit(self._category, self._nbytes)
         else:

@@ -48,6 +48,8 @@ from tests.fsdp.toy import WIDTH, Block, Net, adamw, assert_same_grads, pair
 from tests.pairwise import pairwise
 from tests.ranks import Ranks
 
+# From torch 2.15 on, pipelines end the backwards of a stage by finalize_backward().
+IS_FINALIZED = hasattr(torch_fsdp, "GradientReductionHandle")
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 2
 STRATEGIES = ["optim_grads_params", "optim_grads", "optim", "no_shard"]
 
@@ -207,6 +209,7 @@ def _split_backward_alone(strategy: str) -> None:
     stage.has_backward = True
     x = torch.randn(2, WIDTH, requires_grad=True)
     net.set_is_last_backward(False)
+    net.set_manual_backward_finalization(IS_FINALIZED)
     net.set_requires_gradient_sync(False)
     out = net(x)
     if strategy == "no_shard":
@@ -224,6 +227,7 @@ def _split_backward_alone(strategy: str) -> None:
         net.requires_grad_(is_trained)
         net.set_requires_gradient_sync(is_synced)
         net.set_is_last_backward(False)
+        net.set_manual_backward_finalization(IS_FINALIZED)
         net(x).sum().backward()
         stage.perform_reduce_grad(1)
         assert all((p.grad is not None) == is_trained for p in net.parameters())

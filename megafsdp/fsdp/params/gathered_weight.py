@@ -144,8 +144,6 @@ class GatheredWeight:
         self._full, self._source, self._buffers = full, source, buffers
         self._axes = axes
         self._is_gathered = is_gathered
-        # Whether a release leaves the memory, and whether one has.
-        self._keeps_storage = self._is_idle = False
         self._on_copy_stream = on_copy_stream
         # Whether the full buffer has not been gathered since the last refresh.
         self._is_outdated = True
@@ -192,8 +190,8 @@ class GatheredWeight:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return whether a full buffer that is not persistent has memory, and was not released."""
-        return not (self._is_persistent or self._is_idle) and self._full.storage.is_allocated
+        """Return whether a full buffer that is not persistent has memory."""
+        return not self._is_persistent and self._full.storage.is_allocated
 
     @property
     def gathered_storages(self) -> list[FlatStorage]:
@@ -247,8 +245,7 @@ class GatheredWeight:
         if self.is_stale:
             self.refresh()
         full, source, group = self._full, self._source, self._axes.group
-        is_current = full.storage.is_allocated and not (self._is_idle or self._is_outdated)
-        if not self._is_gathered or is_current:
+        if not self._is_gathered or not (self._is_outdated or not full.storage.is_allocated):
             return
         # Do this before the full buffer takes memory: it frees the piece that a join has read.
         self._source.finish_refresh()
@@ -264,7 +261,7 @@ class GatheredWeight:
                 [full], [own], group=group, label=self.label, comm=self.all_gather_comm
             )
         # Only now: if a user's object raised, the buffer must be gathered again.
-        self._is_outdated = self._is_idle = False
+        self._is_outdated = False
         # This reference keeps the input alive until the gather has read it.
         self._gather = pending, source, own
 
@@ -285,18 +282,14 @@ class GatheredWeight:
         if self.is_unsharded:
             # A gather that nothing read may still write to the memory.
             self.finish_unshard()
-            self._is_idle = self._keeps_storage
-            if not self._is_idle:
-                self._full.storage.release()
+            self._full.storage.release()
             self._versions = [version_of(tensor) for tensor in self._readable]
             torch.autograd.graph.increment_version(self._readable)
 
     def keep_storage(self, keep: bool) -> None:
         """Choose whether :meth:`release` leaves the full buffer's memory to the next gather."""
-        self._keeps_storage = keep
-        if self._is_idle and not keep:
-            self._full.storage.release()
-            self._is_idle = False
+        for storage in self.gathered_storages:
+            storage.keep_memory(keep)
 
     def release_to_slice(self, group: dist.ProcessGroup) -> None:
         """Free the full buffer except a slice, to gather again over fewer ranks; local.

@@ -11,6 +11,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 from megafsdp import GradientReductionHandle
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.device.memory import Category
 from tests.fsdp.toy import (
     adamw,
     assert_same_grads,
@@ -211,12 +212,11 @@ def _keeps_storage() -> None:
     assert len(set(seen["first"])) == 1, "its memory is its own"
     # It is gathered as often as without: in forward and in backward. The first step has no record.
     assert set(counts[1:]) == {_num_gathers()}
-    unit = first._fsdp_unit()
-    allocated = [group.compute_weight._full.storage.is_allocated for group in unit.groups]
-    assert allocated == [True] * len(allocated)
-    first.reshard()
+    ledger = net._fsdp_unit().ledger
+    storages = [s for g in first._fsdp_unit().groups for s in g.compute_weight.gathered_storages]
+    assert ledger.live[Category.UNSHARDED] == sum(storage.nbytes for storage in storages) > 0
     first.set_keep_unsharded_storage(False)
-    assert not any(group.compute_weight._full.storage.is_allocated for group in unit.groups)
+    assert ledger.live[Category.UNSHARDED] == 0
     full = full_grads(net)
     assert set(full) == {name for name, _ in net.named_parameters()}
     batch = batches(1, seed=8)[0]
