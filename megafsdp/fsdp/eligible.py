@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from megafsdp.errors import expected, listed
@@ -29,7 +30,7 @@ class Candidate(Protocol):
 
     parameter: nn.Parameter
     record: ManagedParameter
-    computes_in_fp32: bool
+    compute_dtype: torch.dtype | None
     is_kept_unquantized: bool
 
 
@@ -44,7 +45,7 @@ def quantization_of(item: Candidate, policy: MixedPrecisionPolicy) -> Quantizati
     # None where rounding would change nothing: it would still cost a pass.
     original, through = item.parameter.dtype, None
     if policy.quantize_from == "model_dtype":
-        model_dtype = policy.compute_dtype(original, computes_in_fp32=False)
+        model_dtype = policy.compute_dtype(original)
         through = None if model_dtype == policy.main_dtype(original) else model_dtype
     part = item.record.model.part
     # Other ranks of the axis have other matrices of a stack, with scales of their own.
@@ -64,8 +65,8 @@ def _reason_to_keep(item: Candidate, recipe: QuantizationRecipe) -> str:
         return _NOT_LINEAR
     if item.is_kept_unquantized:
         return "named in keep_unquantized"
-    if item.computes_in_fp32:
-        return "named in keep_fp32"
+    if item.compute_dtype is not None:
+        return "kept in a dtype by keep_fp32 or param_dtype_override_fn"
     part = item.record.model.part
     # Look at the parts of all ranks of the axis: if ranks decided differently, their groups would
     # differ.
@@ -131,5 +132,5 @@ def _is_quantizable(item: Candidate, policy: MixedPrecisionPolicy) -> bool:
     # Frozen integers, for example of another quantization library.
     if not dtype.is_floating_point:
         return False
-    used = policy.main_dtype(dtype), policy.compute_dtype(dtype, computes_in_fp32=False)
+    used = policy.main_dtype(dtype), policy.compute_dtype(dtype)
     return set(used) <= set(SOURCE_DTYPES)

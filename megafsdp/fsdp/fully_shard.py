@@ -311,6 +311,8 @@ def mixed_precision_of(
             policy.reduce_dtype,
             policy.output_dtype,
             policy.cast_forward_inputs,
+            # torch 2.15 has it.
+            param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
         )
     raise TypeError(
         expected(

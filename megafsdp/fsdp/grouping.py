@@ -4,7 +4,8 @@ A unit owns the parameters below its modules that no unit below it owns. They ar
 by whether they require a gradient, by the meshes that divide them, and by whether they can be cut
 at all: parameters without dimensions or elements, and plain integers, are whole on every rank.
 Parameters that ``MixedPrecisionPolicy.keep_fp32`` names compute in fp32 and have groups of their
-own, and so have weights that a recipe quantizes.
+own; so have those that ``param_dtype_override_fn`` leaves in their own dtype, and weights that a
+recipe quantizes.
 
 What would make the engine wrong later is refused here, before anything is changed. Buffers are laid
 out by :class:`~megafsdp.fsdp.params.parameter_group.ParameterGroup`.
@@ -77,14 +78,15 @@ class FoundParameter:
     Attributes:
         parameter: The parameter as the user made it.
         record: The engine's record of it.
-        computes_in_fp32: Whether ``keep_fp32`` names it, by any of the names of a tie.
+        compute_dtype: The dtype of its compute weight if the policy chose one for it: fp32 if
+            ``keep_fp32`` names it, by any of the names of a tie.
         is_kept_unquantized: Whether ``keep_unquantized`` names it.
         is_expert: Whether it is divided over the mesh of experts.
     """
 
     parameter: nn.Parameter
     record: ManagedParameter
-    computes_in_fp32: bool = False
+    compute_dtype: torch.dtype | None = None
     is_kept_unquantized: bool = False
     is_expert: bool = False
 
@@ -230,7 +232,8 @@ def find_parameters(
     Raises:
         TypeError: Something else than a parameter is ignored.
         ValueError: A parameter belongs to another unit already (it is tied across units, or an
-            outer unit was made first), or has gradient hooks that its sharded form would not have.
+            outer unit was made first), or has gradient hooks that its sharded form would not have,
+            or the policy's function chose a dtype that it may not.
             Or a name in the policy matches only parameters of inner units, which have another
             policy.
         NotImplementedError: A parameter is of a subclass (other than DTensor, and frozen ones that
@@ -259,16 +262,23 @@ def find_parameters(
                 # A tied parameter is found again under each of its names: one record, all owners.
                 if id(parameter) not in found:
                     _check_module(name, module)
-                    _check(name, parameter)
-                    record = ManagedParameter(name, [], parameter.shape)
-                    found[id(parameter)] = FoundParameter(parameter, record)
+                    found[id(parameter)] = _found(name, parameter, policy)
                 item = found[id(parameter)]
-                item.computes_in_fp32 |= fp32_names.apply(name, module)
+                if fp32_names.apply(name, module):
+                    item.compute_dtype = torch.float32
                 item.is_kept_unquantized |= unquantized_names.apply(name, module)
                 item.record.owners.append((weakref.ref(module), attribute))
     fp32_names.check()
     unquantized_names.check()
     return list(found.values())
+
+
+def _found(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> FoundParameter:
+    _check(name, parameter)
+    item = FoundParameter(parameter, ManagedParameter(name, [], parameter.shape))
+    if parameter.is_floating_point() and not is_packed(parameter):
+        item.compute_dtype = policy.overridden_dtype(parameter, name)
+    return item
 
 
 def group_parameters(
@@ -285,9 +295,7 @@ def group_parameters(
         if parameter.is_floating_point() and not has_bits:
             grad = policy.grad_dtype(parameter.dtype)
             dtypes = GroupDtypes(
-                compute=policy.compute_dtype(
-                    parameter.dtype, computes_in_fp32=item.computes_in_fp32
-                ),
+                compute=policy.compute_dtype(parameter.dtype, named=item.compute_dtype),
                 main=policy.main_dtype(parameter.dtype),
                 grad=grad,
                 reduce=policy.reduce_dtype or grad,

@@ -121,8 +121,17 @@ def _stage(
     return fully_shard(layers, mesh=mesh, strategy=strategy) if is_unit else layers
 
 
-def _pipelined(kind: Callable[..., Any], strategy: str, is_unit: bool = True) -> None:
-    """Train 2 pipeline ranks x 2 data-parallel ranks beside one process with the same batches."""
+def _pipelined(
+    kind: Callable[..., Any],
+    strategy: str,
+    is_unit: bool = True,
+    num_calls: int = 1,
+    options: dict[str, Any] | None = None,
+) -> None:
+    """Train 2 pipeline ranks x 2 data-parallel ranks beside one process with the same batches.
+
+    ``num_calls`` calls of the schedule, which is made with ``options``, make one step.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     torch.manual_seed(0)
@@ -146,18 +155,25 @@ def _pipelined(kind: Callable[..., Any], strategy: str, is_unit: bool = True) ->
         PipelineStage(part, index, num_stages, torch.device("cpu"), group=pp.get_group())
         for index, part in parts.items()
     ]
-    schedule = kind(stages if is_multi else stages[0], NUM_MICROBATCHES, loss_fn=F.mse_loss)
+    schedule = kind(
+        stages if is_multi else stages[0],
+        NUM_MICROBATCHES,
+        loss_fn=F.mse_loss,
+        **(options or {}),
+    )
     optimizers = [adamw(module) for module in (reference, *parts.values())]
     units = {
         m._fsdp_unit() for p in parts.values() for m in p.modules() if isinstance(m, FSDPModule)
     }
     num_groups = sum(len(unit.groups) for unit in units)
     for step in range(NUM_STEPS):
-        x, target = torch.randn(2, 2, 2 * NUM_MICROBATCHES, WIDTH)
-        F.mse_loss(reference(x.flatten(0, 1)), target.flatten(0, 1)).backward()
-        with record_collectives() as record:
-            inputs = [x[dp.get_local_rank()]] if 0 in parts else []
-            schedule.step(*inputs, target=target[dp.get_local_rank()])
+        for call in range(num_calls):
+            x, target = torch.randn(2, 2, 2 * NUM_MICROBATCHES, WIDTH)
+            F.mse_loss(reference(x.flatten(0, 1)), target.flatten(0, 1)).backward()
+            with record_collectives() as record:
+                inputs = [x[dp.get_local_rank()]] if 0 in parts else []
+                is_last = {} if num_calls == 1 else {"finalize_gradients": call == num_calls - 1}
+                schedule.step(*inputs, target=target[dp.get_local_rank()], **is_last)
         # Microbatches are added up locally. The first step also runs every stage once more, to find
         # out what it passes on.
         num_reductions = record.calls["reduce_scatter"] + record.calls["all_reduce"]
@@ -201,6 +217,25 @@ def test_torchs_pipelining_trains_as_one_process(
     """Two stages on two ranks each in every strategy, and four that are interleaved."""
     for strategy in strategies:
         ranks(4).run(_pipelined, kind, strategy)
+
+
+@pytest.mark.skipif(not IS_FINALIZED, reason="pipelines that end backwards came with torch 2.15")
+@pytest.mark.parametrize(
+    ("kind", "num_calls", "options"),
+    [
+        (Schedule1F1B, 2, None),
+        (ScheduleInterleaved1F1B, 2, None),
+        (ScheduleInterleavedZeroBubble, 1, {"defer_reduce_grad_wait": True}),
+        (ScheduleInterleaved1F1B, 2, {"defer_reduce_grad_wait": True}),
+    ],
+    ids=str,
+)
+def test_pipelines_may_reduce_gradients_later(
+    ranks: Ranks, kind: type, num_calls: int, options: dict[str, Any] | None
+) -> None:
+    """After several calls of a schedule, or while other stages compute."""
+    for strategy in STRATEGIES:
+        ranks(4).run(_pipelined, kind, strategy, True, num_calls, options)
 
 
 def _split_backward_alone(strategy: str) -> None:

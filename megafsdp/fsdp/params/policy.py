@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 import torch
+from torch import nn
 
 from megafsdp.errors import expected
 from megafsdp.quantize.recipes import QuantizationRecipe, recipe_of
@@ -102,6 +103,10 @@ class MixedPrecisionPolicy:
         quantize_from: ``"model_dtype"`` rounds main weights to the compute dtype first, so that the
             codes are those of the weights that would be gathered without a recipe; ``"main"`` does
             not.
+        param_dtype_override_fn: Called once with each parameter as it is sharded; returns the
+            parameter's own dtype to compute with that and without a recipe, or ``param_dtype`` or
+            None for the default. Its answers must be the same on all ranks. ``keep_fp32`` goes
+            first.
     """
 
     param_dtype: torch.dtype | None = None
@@ -115,6 +120,9 @@ class MixedPrecisionPolicy:
     keep_unquantized: tuple[str, ...] = ()
     quantize_activations: bool = True
     quantize_from: Literal["model_dtype", "main"] = "model_dtype"
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         """Check each choice.
@@ -123,7 +131,17 @@ class MixedPrecisionPolicy:
             ValueError: A dtype is not floating-point with at least 16 bits, names are not in a
                 tuple, the recipe is unknown, or an option of recipes is invalid or given without a
                 recipe.
+            TypeError: ``param_dtype_override_fn`` cannot be called.
         """
+        if not (self.param_dtype_override_fn is None or callable(self.param_dtype_override_fn)):
+            raise TypeError(
+                expected(
+                    "a function of a parameter",
+                    repr(self.param_dtype_override_fn),
+                    where="MixedPrecisionPolicy.param_dtype_override_fn",
+                    hint="Give one, or None",
+                )
+            )
         for name in ("keep_fp32", "keep_unquantized"):
             check_names(getattr(self, name), name, where=f"MixedPrecisionPolicy.{name}")
         self._check_quantization()
@@ -153,11 +171,43 @@ class MixedPrecisionPolicy:
             return None
         return recipe_of(self.recipe, quantize_activations=self.quantize_activations)
 
-    def compute_dtype(self, original: torch.dtype, *, computes_in_fp32: bool) -> torch.dtype:
-        """Return the dtype of the compute weight of a parameter of dtype ``original``."""
-        if computes_in_fp32:
-            return torch.float32
-        return self.param_dtype or original
+    def compute_dtype(
+        self, original: torch.dtype, *, named: torch.dtype | None = None
+    ) -> torch.dtype:
+        """Return the dtype of the compute weight of a parameter of dtype ``original``.
+
+        Args:
+            original: The parameter's dtype.
+            named: The dtype that the policy chose for this parameter; None without a choice.
+        """
+        return named or self.param_dtype or original
+
+    def overridden_dtype(self, parameter: nn.Parameter, fqn: str) -> torch.dtype | None:
+        """Return the dtype of its own that a parameter keeps; None if it takes the default.
+
+        Args:
+            parameter: A parameter of the user's, floating-point.
+            fqn: Its name, for messages.
+
+        Raises:
+            ValueError: ``param_dtype_override_fn`` returned anything but the parameter's dtype,
+                ``param_dtype`` or None.
+        """
+        if self.param_dtype_override_fn is None:
+            return None
+        chosen = self.param_dtype_override_fn(parameter)
+        if chosen is None or chosen == self.param_dtype:
+            return None
+        if chosen != parameter.dtype:
+            raise ValueError(
+                expected(
+                    f"{parameter.dtype}, which is the parameter's own, or {self.param_dtype}",
+                    repr(chosen),
+                    where=f"param_dtype_override_fn of MixedPrecisionPolicy, for '{fqn}'",
+                    hint="Return one of them, or None for the default",
+                )
+            )
+        return parameter.dtype
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the main weight of a parameter of dtype ``original``."""
