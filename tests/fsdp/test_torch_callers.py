@@ -238,19 +238,20 @@ def test_pipelines_may_reduce_gradients_later(
         ranks(4).run(_pipelined, kind, strategy, True, num_calls, options)
 
 
-def _split_backward_alone(strategy: str) -> None:
+def _split_backward_alone(strategy: str, by_hand: bool) -> None:
     net = fully_shard(Block(), strategy=strategy)
     stage = PipelineStage(net, 0, 2, torch.device("cpu"))
     stage.has_backward = True
+    end = net.finalize_backward if by_hand else partial(stage.perform_reduce_grad, 1)
     x = torch.randn(2, WIDTH, requires_grad=True)
     net.set_is_last_backward(False)
-    net.set_manual_backward_finalization(IS_FINALIZED)
+    net.set_manual_backward_finalization(by_hand or IS_FINALIZED)
     net.set_requires_gradient_sync(False)
     out = net(x)
     if strategy == "no_shard":
         stage_backward_input([out], [torch.ones_like(out)], [x], net.parameters())
         with pytest.raises(RuntimeError, match=r"Expected gradients.*got none.*Import torch"):
-            stage.perform_reduce_grad(1)
+            end()
     else:
         with pytest.raises(
             NotImplementedError, match=r"'view(_as)?'.*Import torch.distributed.pip"
@@ -262,9 +263,10 @@ def _split_backward_alone(strategy: str) -> None:
         net.requires_grad_(is_trained)
         net.set_requires_gradient_sync(is_synced)
         net.set_is_last_backward(False)
-        net.set_manual_backward_finalization(IS_FINALIZED)
+        net.set_manual_backward_finalization(by_hand or IS_FINALIZED)
         net(x).sum().backward()
-        stage.perform_reduce_grad(1)
+        net.set_requires_gradient_sync(True)
+        end()
         assert all((p.grad is not None) == is_trained for p in net.parameters())
         net.zero_grad()
 
@@ -272,7 +274,8 @@ def _split_backward_alone(strategy: str) -> None:
 def test_a_split_backward_loses_no_gradient_in_silence(ranks: Ranks) -> None:
     """Where pipelining was imported too late: at a view of a weight, or when it is reduced."""
     for strategy in ("optim_grads_params", "no_shard"):
-        ranks(2).run(_split_backward_alone, strategy)
+        for by_hand in (False, True):
+            ranks(2).run(_split_backward_alone, strategy, by_hand)
 
 
 def test_a_pipelines_stage_may_be_a_plain_module(ranks: Ranks) -> None:

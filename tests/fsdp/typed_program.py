@@ -14,6 +14,7 @@ from torch import nn
 
 from megafsdp import (
     FSDPModule,
+    GradientReductionHandle,
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
@@ -103,6 +104,12 @@ def configure(model: FSDPModule, first: FSDPModule, rest: list[FSDPModule]) -> N
     model.set_separate_reduce_scatter_group()
     model.set_reduce_scatter_max_input_buffers(2)
     model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_keep_unsharded_storage(False, recurse=True)
+    model.set_manual_backward_finalization(True)
+    model.finalize_backward()
+    end: GradientReductionHandle = model.finalize_backward(async_op=True)
+    end.wait()
+    model.set_manual_backward_finalization(False)
     model.reset_iter_state()
     model.load_state_dict(model.state_dict())
     handle: UnshardHandle = first.unshard(async_op=True)

@@ -139,9 +139,9 @@ _TABLE = {
     ],
     "fsdp/runtime/schedule.py": [
         (
-            "self.reductions.finish()\n        self._release_all",
+            "users read .grad at once.\n        self.reductions.finish()",
             ("engine", "ZeRO-3", "COMPUTE_FIRST"),
-            "self._release_all",
+            "users read .grad at once.",
         ),
         (
             "self._exchanges.pop().wait()",

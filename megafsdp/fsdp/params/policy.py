@@ -78,9 +78,9 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: Dtype of compute weights and forward inputs; None keeps each parameter's own.
         reduce_dtype: Dtype of the sum of gradients over ranks; None means ``main_grads_dtype``
-            (for torch, the parameters' dtype). If megafsdp itself sums (gloo), gradients travel in
-            their own dtype and are summed in this dtype or a wider one; if a library sums (NCCL),
-            they travel in this dtype.
+            (for torch up to 2.14, ``param_dtype``). If megafsdp itself sums (gloo), gradients
+            travel in their own dtype and are summed in this dtype or a wider one; if a library
+            sums (NCCL), they travel in this dtype.
         output_dtype: Dtype to which floating-point outputs of the unit are cast; None leaves them.
             ``fully_shard_model`` casts only the outputs of the whole model.
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from megafsdp import MixedPrecisionPolicy, full_tensor, fully_shard, fully_shard_model
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.params.parameter_group import group_of
+from tests.fsdp.params.test_packed import Packed, PackedLinear
 from tests.fsdp.toy import WIDTH, Block, Net, shard
 from tests.ranks import Ranks
 
@@ -121,6 +122,13 @@ def _chosen_by_a_function() -> None:
     own = list(net.parameters())
     shard(net, mp_policy=MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=ask))
     assert sorted(map(id, asked)) == sorted(map(id, own)) and not _fp32_names(net)
+
+    # Neither integers nor packed bits have a dtype to compute in.
+    net = nn.Sequential(PackedLinear(torch.float32))
+    net.register_parameter("index", nn.Parameter(torch.arange(3), requires_grad=False))
+    asked.clear()
+    fully_shard(net, mp_policy=MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=ask))
+    assert len(asked) == 4 and not {type(p) for p in asked} & {Packed}
 
     # Another dtype than fp32, and names go first.
     block = Block().half()

@@ -26,12 +26,13 @@ from tests.ranks import Ranks
 NUM_MICROBATCHES, NUM_STEPS = 3, 2
 
 
-def _ends_by_hand(is_synced: bool, async_op: bool) -> None:
+def _ends_by_hand(is_synced: bool, is_last: bool, async_op: bool) -> None:
     """Train beside one process, with the mean over ranks and the sum over microbatches."""
     for options in options_of_strategies():
         reference, net = pair(num_blocks=2, **options)
         optimizers = adamw(reference), adamw(net)
         units = [net._fsdp_unit(), *(block._fsdp_unit() for block in net.blocks)]
+        net.set_is_last_backward(is_last)
         net.set_manual_backward_finalization(True)
         for step in range(NUM_STEPS):
             net.set_requires_gradient_sync(is_synced)
@@ -39,7 +40,7 @@ def _ends_by_hand(is_synced: bool, async_op: bool) -> None:
             for batch in batches(NUM_MICROBATCHES, seed=1 + step):
                 reference(*batch).backward()
                 net(*mine(batch)).backward()
-            if not is_synced:
+            if not is_synced and step == 0:
                 assert all(p.grad is None for p in net.parameters())
             net.set_requires_gradient_sync(True)
             net.set_reshard_after_backward(True)
@@ -52,9 +53,11 @@ def _ends_by_hand(is_synced: bool, async_op: bool) -> None:
                 assert net.finalize_backward() is None
             assert_same_grads(net, reference)
             assert not any(unit.is_unsharded or unit.is_at_work for unit in units)
-            for optimizer in optimizers:
+            assert not net._fsdp_unit().context.has_backward_begun
+            for optimizer in optimizers if step > 0 else ():
                 optimizer.step()
                 optimizer.zero_grad()
+        net.set_is_last_backward(True)
         # The next step's backward ends by itself again.
         net.set_manual_backward_finalization(False)
         batch = batches(1, seed=9)[0]
@@ -64,13 +67,13 @@ def _ends_by_hand(is_synced: bool, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("is_synced", [False, True])
+@pytest.mark.parametrize(("is_synced", "is_last"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_are_those_of_one_process(
-    ranks: Ranks, num_ranks: int, is_synced: bool, async_op: bool
+    ranks: Ranks, num_ranks: int, is_synced: bool, is_last: bool, async_op: bool
 ) -> None:
-    """In every strategy, with gradients reduced in each backward or only at the end."""
-    ranks(num_ranks).run(_ends_by_hand, is_synced, async_op)
+    """In every strategy, reduced in each backward or only at the end; two ends add up."""
+    ranks(num_ranks).run(_ends_by_hand, is_synced, is_last, async_op)
 
 
 def _reduces_at_the_end() -> None:
@@ -92,6 +95,25 @@ def _reduces_at_the_end() -> None:
     with record_collectives() as record:
         handle.wait()
     assert not record.calls
+
+
+def _defers_again() -> None:
+    _, net = pair(num_blocks=2, strategy="optim")
+    net.set_manual_backward_finalization(True)
+    net.set_is_last_backward(False)
+    for batch in batches(2):
+        with record_collectives() as record:
+            net(*mine(batch)).backward()
+        assert record.calls["reduce_scatter"] == 0
+        with record_collectives() as record:
+            net.finalize_backward()
+        assert record.calls["reduce_scatter"] == 3
+        net.zero_grad()
+
+
+def test_an_end_leaves_other_choices(ranks: Ranks) -> None:
+    """A strategy that waits for the last backward waits again in the next step."""
+    ranks(2).run(_defers_again)
 
 
 def test_reductions_are_issued_when_the_end_begins(ranks: Ranks) -> None:
@@ -158,6 +180,18 @@ def _refusals() -> None:
     handle.wait()
     reference(*batch).backward()
     assert_same_grads(net, reference)
+
+    # A step that is dropped may be followed by one that ends by itself.
+    net.zero_grad()
+    reference.zero_grad()
+    net(*mine(batch)).backward()
+    net.reset_iter_state()
+    net.set_manual_backward_finalization(False)
+    net.zero_grad()
+    net(*mine(batch)).backward()
+    reference(*batch).backward()
+    assert_same_grads(net, reference)
+    net.set_manual_backward_finalization(True)
 
     # Gradients that are cleared before the wait are lost, and the next step has none of them.
     net.zero_grad()
