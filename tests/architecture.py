@@ -446,7 +446,7 @@ def breaches_of_wrappers(modules: Sequence[Module]) -> list[str]:
         if module.path in PRIVATE_DOORS and module.path.endswith("/torch_private.py")
         for node in module.tree.body
         if isinstance(node, ast.FunctionDef)
-        and not {"Public:", "2.14."} <= set((ast.get_docstring(node) or "").split())
+        and not {"Public:", "2.15."} <= set((ast.get_docstring(node) or "").split())
     ]
 
 

@@ -268,7 +268,7 @@ def test_wrapper_without_public_twin_is_found() -> None:
     path = "megafsdp/mesh/torch_private.py"
     mute, told = (
         'def f():\n    """Do."""',
-        'def f():\n    """Do.\n\n    Public: g(). 2.11 to 2.14."""',
+        'def f():\n    """Do.\n\n    Public: g(). 2.11 to 2.15."""',
     )
     assert len(architecture.breaches_of_wrappers([Module.parse(path, mute)])) == 1
     assert architecture.breaches_of_wrappers([Module.parse(path, told)]) == []

@@ -39,7 +39,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.tensor import DTensor, Partial
 
 # Mesh, placements and shape of a DTensor's global tensor; public: DTensor.from_local() makes them,
-# through autograd and with a check of the placements. 2.11 to 2.14.
+# through autograd and with a check of the placements. 2.11 to 2.15.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -47,14 +47,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 D = TypeVar("D", bound=DTensor)
 
-# Mixed into a module's class by replicate(); public: none. 2.11 to 2.14.
+# Mixed into a module's class by replicate(); public: none. 2.11 to 2.15.
 ReplicatedModule = DDP
 
-# The placement of rows that a later mesh axis has cut first; public: none. 2.11 to 2.14.
+# The placement of rows that a later mesh axis has cut first; public: none. 2.11 to 2.15.
 StridedShard = _StridedShard
 
 # The place of a chunk in the files of torch.distributed.checkpoint; each .metadata pickles it by
-# this name. Public: none. 2.11 to 2.14.
+# this name. Public: none. 2.11 to 2.15.
 StorageInfo = filesystem._StorageInfo
 
 
@@ -69,7 +69,7 @@ def call_before_groups_end(action: Callable[[], None]) -> None:
     """Call an action when ``destroy_process_group()`` begins, while all groups still work; local.
 
     torch finalizes the communicators in this list first, and then forgets them. Without the list
-    the action is not called. Public: none. Seen in 2.13, not looked for in 2.14.
+    the action is not called. Public: none. Seen in 2.13 and 2.15.
     """
     if (communicators := getattr(distributed_c10d._world, "comms", None)) is not None:
         communicators.append(_BeforeEnd(action))
@@ -79,7 +79,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     """Return a DTensor's local tensor object itself, with its version counter, outside autograd.
 
     Public: ``DTensor.to_local()`` makes a new view through autograd, several times as slow. 2.11 to
-    2.14.
+    2.15.
     """
     return tensor._local_tensor
 
@@ -88,7 +88,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return mesh, placements and global shape of a DTensor as one object.
 
     Public: ``device_mesh``, ``placements`` and ``shape``, from which torch would make a new one.
-    2.11 to 2.14.
+    2.11 to 2.15.
     """
     return tensor._spec
 
@@ -101,7 +101,7 @@ def make_dtensor(
     ``empty`` is a tensor without elements with the dtype and device of ``local``, if the caller has
     one: making it takes half as long as the rest.
 
-    Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.14.
+    Public: ``DTensor.from_local()`` makes no subclass, and is several times as slow. 2.11 to 2.15.
     """
     # The wrapper, which has no memory, takes over the offset of this tensor. With an offset its
     # data_ptr() would not be 0, and torch's staging would copy it as if it had memory.
@@ -116,7 +116,7 @@ def make_dtensor(
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor, which stays the same object.
 
-    Public: none. 2.11 to 2.14.
+    Public: none. 2.11 to 2.15.
     """
     tensor._local_tensor = local
 
@@ -130,7 +130,7 @@ def wrap_part(
     """Return a DTensor of a shape whose part on this rank of a mesh is ``local``; aliases.
 
     Public: ``DTensor.from_local()``, which makes a view; not all subclasses support views. 2.11 to
-    2.14.
+    2.15.
     """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, local.dtype)
@@ -140,7 +140,7 @@ def wrap_part(
 def is_arriving(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is the result of a collective of torch that may still run.
 
-    Public: none. 2.11 to 2.14.
+    Public: none. 2.11 to 2.15.
     """
     return isinstance(tensor, AsyncCollectiveTensor)
 
@@ -150,7 +150,7 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
     The result is an alias that no graph contains yet.
 
-    Public: none; any operator on such a tensor waits, but not a view. 2.11 to 2.14.
+    Public: none; any operator on such a tensor waits, but not a view. 2.11 to 2.15.
     """
     if not isinstance(tensor, AsyncCollectiveTensor):
         return tensor
@@ -161,7 +161,7 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that users and layers set on a tensor, without a DTensor's own fields.
 
-    Public: ``vars()``, which includes the fields of a DTensor. 2.11 to 2.14.
+    Public: ``vars()``, which includes the fields of a DTensor. 2.11 to 2.15.
     """
     fields = ("_local_tensor", "_spec")
     return {name: value for name, value in vars(tensor).items() if name not in fields}
@@ -170,7 +170,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that a mesh was sliced from; the mesh itself if it was not sliced.
 
-    Public: none. 2.11 to 2.14.
+    Public: none. 2.11 to 2.15.
     """
     return mesh._get_root_mesh()
 
@@ -178,7 +178,7 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def norm_placement(order: float) -> Partial:
     """Return the placement of a norm whose ranks have norms of their elements: powers are added.
 
-    Public: none; ``Partial`` adds the norms themselves. 2.11 to 2.14.
+    Public: none; ``Partial`` adds the norms themselves. 2.11 to 2.15.
     """
     return _NormPartial(order)
 
@@ -186,7 +186,7 @@ def norm_placement(order: float) -> Partial:
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the 1-D mesh of all ranks of a mesh, in row-major order.
 
-    Collective on first use. Public: none. 2.11 to 2.14.
+    Collective on first use. Public: none. 2.11 to 2.15.
     """
     return mesh._flatten()
 
@@ -194,7 +194,7 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh | None:
     """Return a mesh of the axes of several meshes, over their groups; None if torch cannot join.
 
-    torch can from 2.12 on, for named slices of one root. Public: none. 2.12 to 2.14.
+    torch can from 2.12 on, for named slices of one root. Public: none. 2.12 to 2.15.
     """
     if not hasattr(DeviceMesh, "_concatenate") or not all(m.mesh_dim_names for m in meshes):
         return None
@@ -209,7 +209,7 @@ def forget_dtensor_meshes() -> None:
     """Empty DTensor's caches, whose lookup by equality could return meshes of destroyed groups.
 
     For a process that makes process groups one after another. Public: none; torch's own functions
-    for this import the compiler. 2.11 to 2.14.
+    for this import the compiler. 2.11 to 2.15.
     """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -221,7 +221,7 @@ def meta_devices_counted() -> Iterator[None]:
 
     torch 2.14 estimates the cost of redistributing their inputs, and asks the handle of the mesh's
     device how many devices a machine has; meta has no such handle. If nothing is redistributed, the
-    answer has no effect. Public: none. 2.11 to 2.14.
+    answer has no effect. Public: none. 2.11 to 2.15.
     """
     asked: Any = device_mesh._mesh_resources
     count = asked.num_devices_per_host
@@ -236,7 +236,7 @@ def register_as_fully_sharded(module: nn.Module) -> None:
     """Register a module as torch's own ``fully_shard`` does, for torch functions that look it up.
 
     ``replicate()`` refuses such a module, and ignores its parameters below another module. Public:
-    none. 2.11 to 2.14.
+    none. 2.11 to 2.15.
     """
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
@@ -245,7 +245,7 @@ def register_as_fully_sharded(module: nn.Module) -> None:
 def set_fully_shard_state(module: nn.Module, state: object) -> None:
     """Set the object that ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
 
-    Public: none; ``torch.distributed.pipelining`` asks for it. 2.11 to 2.14.
+    Public: none; ``torch.distributed.pipelining`` asks for it. 2.11 to 2.15.
     """
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
 
@@ -255,7 +255,7 @@ def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
     """Make torch call ``check`` on each module given to its ``fully_shard`` or ``replicate``.
 
     Installed once per process and function; called before torch changes a parameter. Public: none;
-    torch would take our DTensor parameters for tensor-parallel ones. 2.11 to 2.14.
+    torch would take our DTensor parameters for tensor-parallel ones. 2.11 to 2.15.
     """
     find = fully_shard_file._get_modules_and_states
 
@@ -277,7 +277,7 @@ def run_split_backwards_within(
     They compute the gradients of a stage's inputs first, and later those of the weights that its
     module shows then. ``context`` is called with the module of the stage, before each part. Nothing
     happens unless pipelining is imported, which takes a second. Public: none; a stage calls no
-    method of its module that would tell the parts from a whole backward. 2.11 to 2.14.
+    method of its module that would tell the parts from a whole backward. 2.11 to 2.15.
     """
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is not None:
@@ -288,7 +288,7 @@ def run_split_backwards_within(
 def _run_parts_within(
     stages: Any, context: Callable[[nn.Module], AbstractContextManager[None]]
 ) -> None:
-    """Enter the context in the backward of a stage. Public: none. 2.11 to 2.14."""
+    """Enter the context in the backward of a stage. Public: none. 2.11 to 2.15."""
     run = stages._PipelineStageBase.backward_maybe_with_nosync
 
     @functools.wraps(run)
@@ -335,7 +335,7 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
     """Return the parameters that torch's ``fully_shard`` has cut, while they are sharded; local.
 
     Public: the DTensors' meshes and placements, which do not say which axes existed before.
-    2.11 to 2.14.
+    2.11 to 2.15.
     """
     found: dict[nn.Parameter, TorchShard] = {}
     for module in model.modules():
@@ -368,7 +368,7 @@ def torch_shards(model: nn.Module) -> dict[nn.Parameter, TorchShard]:
 def _torch_groups(state: Any) -> list[Any]:
     """Return the parameter groups of a module of torch's FSDP2; one or none in 2.11.
 
-    Public: none. 2.11 to 2.14.
+    Public: none. 2.11 to 2.15.
     """
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -379,7 +379,7 @@ def _torch_groups(state: Any) -> list[Any]:
 def coalesce_collectives(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
     """Return a context that launches the collectives issued in it together.
 
-    It yields the handle to wait for. Public: none; FSDP2 uses the same. 2.11 to 2.14.
+    It yields the handle to wait for. Public: none; FSDP2 uses the same. 2.11 to 2.15.
     """
     context: AbstractContextManager[Any] = dist._coalescing_manager(group=group, async_ops=True)
     return context
@@ -389,7 +389,7 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
     """Return the reduction that multiplies each addend by a factor; only NCCL has it.
 
     For bf16 torch up to 2.13 gives NCCL a factor of zero. Public: none in 2.11; then
-    ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.14.
+    ``dist.ReduceOp.PREMUL_SUM``. 2.11 to 2.15.
     """
     return dist._make_nccl_premul_sum(factor)
 
@@ -398,7 +398,7 @@ def high_priority_options(timeout: datetime.timedelta) -> Any:
     """Return options of an NCCL group whose collectives go before other waiting kernels.
 
     Public: the class, but not the timeout, which must equal that of the call with the options. 2.11
-    to 2.14.
+    to 2.15.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
@@ -410,7 +410,7 @@ def new_group_options() -> dict[str, Any]:
 
     With NCCL its stream has a high priority, or a gather would wait behind full waves of other
     kernels; its timeout is the default group's. Empty without NCCL. Public: none for the timeout.
-    2.11 to 2.14.
+    2.11 to 2.15.
     """
     world = dist.group.WORLD
     if world is None or "cuda:nccl" not in dist.get_backend_config(world).split(","):
@@ -422,13 +422,13 @@ def new_group_options() -> dict[str, Any]:
 def default_store() -> dist.Store:
     """Return the rendezvous store of the default group.
 
-    Public: none; a program that makes its own store has it. 2.11 to 2.14.
+    Public: none; a program that makes its own store has it. 2.11 to 2.15.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 class DeviceBackend(Protocol):
-    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.14."""
+    """The part of ``ProcessGroupNCCL`` that allocates and registers memory. 2.11 to 2.15."""
 
     @property
     def mem_allocator(self) -> Any:
@@ -447,7 +447,7 @@ class DeviceBackend(Protocol):
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
     """Return the backend that serves a device in a process group.
 
-    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.14.
+    Public: none; torch's documentation of ``torch.cuda.MemPool`` uses the same. 2.11 to 2.15.
     """
     return cast(DeviceBackend, group._get_backend(device))
 
@@ -455,7 +455,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> DeviceBackend:
 def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
     """Return a part of a file as a file object, as ``torch.distributed.checkpoint`` reads records.
 
-    Public: none. 2.11 to 2.14.
+    Public: none. 2.11 to 2.15.
     """
     # A BinaryIO is an IOBase; the stubs do not say so.
     return _create_file_view(stream, offset, nbytes)  # type: ignore[arg-type]
@@ -470,7 +470,7 @@ def write_full_states_by(write: Callable[[DTensor, torch.Tensor], bool]) -> None
     per process and function; ``write`` gets torch's own DTensors too.
 
     Public: none; the setters read only attributes that other code reads too, so the tensor cannot
-    give them its own cut. 2.11 to 2.14.
+    give them its own cut. 2.11 to 2.15.
     """
     write_chunks = _state_dict_utils._distribute_tensors
     broadcast = dcp_state_dict._broadcast_state_dict

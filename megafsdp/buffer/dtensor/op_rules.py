@@ -118,7 +118,7 @@ class YieldingClass(type(DTensor)):  # type: ignore[misc]
 
     torch asks an operation's first operand, but operands of a subclass before it: so unevenly
     sharded DTensors claim to be a subclass. A ``__torch_dispatch__`` that declines would take
-    every other operation off torch's fast path. 2.12 to 2.14.
+    every other operation off torch's fast path. 2.12 to 2.15.
     """
 
     def __subclasscheck__(cls, subclass: type) -> bool:

@@ -64,7 +64,7 @@ _COPIED = (
     "ftz",
 )
 _STATE_NAMES = frozenset({"step", *STATES, *OF_WEIGHTS})
-# Options in the groups of torch's AdamW, beside its hyperparameters. 2.11 to 2.14.
+# Options in the groups of torch's AdamW, beside its hyperparameters. 2.11 to 2.15.
 _TORCH_OPTIONS = {
     "amsgrad": False,
     "maximize": False,
