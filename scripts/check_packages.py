@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("cp310", "cp311", "cp312")
+PYTHONS = ("cp310", "cp311", "cp312", "cp313", "cp314")
 # Libraries of every Linux that may install a manylinux wheel, without torch or OpenMP: a build that
 # needs only these runs beside any torch.
 SYSTEM_LIBRARIES = frozenset(

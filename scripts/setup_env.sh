@@ -13,7 +13,7 @@ setup_key() {
 }
 
 has_supported_torch() {
-  "$1" -c 'import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15))' \
+  "$1" -c 'import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 16))' \
     >/dev/null 2>&1
 }
 
