@@ -493,8 +493,11 @@ class FSDPContext:
         self._whole_backward = WholeBackward(is_running=False)
         iteration = self.iteration
         was_last, iteration.is_last_microbatch = iteration.is_last_microbatch, True
-        self._reduce_leftovers(self.units)
-        iteration.is_last_microbatch, iteration.end = was_last, object()
+        try:
+            self._reduce_leftovers(self.units)
+        finally:
+            iteration.is_last_microbatch = was_last
+        iteration.end = object()
         return iteration.end
 
     def finish_finalizing(self, end: object) -> None:
