@@ -35,6 +35,8 @@ from torch.distributed.tensor.debug import (
     _clear_python_sharding_prop_cache,
 )
 
+from megafsdp.device.memory import set_poison
+
 ENVIRONMENT_PREFIX = "MEGAFSDP_"
 # Of functions and of closures that no name leads to. Looked for here, before the collector is told
 # to leave alone what there is.
@@ -214,6 +216,8 @@ def _adopt_caller_state(call: Call) -> None:
     for name in caller_environment():
         del os.environ[name]
     os.environ.update(call.environment)
+    # Read anew: fixtures of modules call ranks before the fixture that poisons a test's memory.
+    set_poison(os.environ.get("MEGAFSDP_POISON") == "1")
     warnings.resetwarnings()
     # The list is public, the compiled patterns in it fit no public function.
     cast("list[Any]", warnings.filters).extend(call.warning_filters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import signal
 import time
 import warnings
@@ -179,5 +180,6 @@ def test_pool_is_remade_after_a_failure(ranks: Ranks) -> None:
 
 def test_closures_are_refused(ranks: Ranks) -> None:
     """Only what pickle finds by name can be called."""
-    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
+    errors = (AttributeError, TypeError, pickle.PicklingError)
+    with pytest.raises(errors, match=r"pickle|local object"):
         ranks(2).run(_closure())
