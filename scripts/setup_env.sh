@@ -25,7 +25,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 }
 
 find_python() {
-  local candidate found= names="python3.12 python3.11 python3.10 python3"
+  local candidate found= names="python3.12 python3.11 python3.10 python3.13 python3.14 python3"
   for candidate in ${PYTHON:-$(printf '/usr/bin/%s ' $names) $names}; do
     "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
       >/dev/null 2>&1 || continue
