@@ -206,18 +206,16 @@ class FSDPModule(CollectiveMethods):
             return GradientReductionHandle(None) if async_op else None
         context = self._root_context(where, "whose backwards end together")
         context.iteration.refuse_within_end()
-        if is_backward_running() or not context.iteration.is_ended_by_user:
-            is_inside = is_backward_running()
-            raise RuntimeError(
-                expected(
-                    "backwards that have returned, and that the caller ends",
-                    "a call within a backward" if is_inside else "ones that end by themselves",
-                    where=f"{where} of unit '{unit.name}'",
-                    hint="Call it after the last backward returns"
-                    if is_inside
-                    else "Call set_manual_backward_finalization(True) before the first forward",
-                )
-            )
+        got = hint = ""
+        if is_backward_running():
+            got, hint = "a call within a backward", "Call it after the last backward returns"
+        elif not context.iteration.is_ended_by_user:
+            got = "ones that end by themselves"
+            hint = "Call set_manual_backward_finalization(True) before the first forward"
+        if got:
+            wanted = "backwards that have returned, and that the caller ends"
+            where += f" of unit '{unit.name}'"
+            raise RuntimeError(expected(wanted, got, where=where, hint=hint))
         refuse_lost_gradients(unit)
         handle = GradientReductionHandle(context)
         if async_op:
