@@ -46,7 +46,7 @@ def strategy_of(value: str | int, spmd: SpmdMesh | None = None) -> Strategy:
     return names[value] if spmd is None or spmd.divides else Strategy.NO_SHARD
 
 
-def mesh_of(mesh: DeviceMesh | None, device_type: str, spmd: SpmdMesh | None = None) -> DeviceMesh:
+def mesh_of(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     """Return the data-parallel mesh, by default of all ranks.
 
     Raises:
@@ -54,8 +54,6 @@ def mesh_of(mesh: DeviceMesh | None, device_type: str, spmd: SpmdMesh | None = N
         ValueError: The mesh has more than two axes, or two without names; or ranks on NCCL share
             a GPU.
     """
-    if spmd is not None:
-        mesh = spmd.data
     if mesh is None:
         if not dist.is_initialized():
             raise RuntimeError(

@@ -12,7 +12,7 @@ elsewhere; no collective is issued here, except to build a mesh.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.tensor import Placement
 
 from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
@@ -51,20 +50,19 @@ from megafsdp.fsdp.keywords import (
 from megafsdp.fsdp.params.kept_weights import check_any_is_quantized
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.placing import place_parameters
+from megafsdp.fsdp.placement_choice import UnitMeshes, choose_meshes
+from megafsdp.fsdp.placing import check_meshes, place_parameters
 from megafsdp.fsdp.policy_names import policies_by_module
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
-from megafsdp.mesh.spmd import DataParallelDims, SpmdMesh, spmd_mesh_of
+from megafsdp.mesh.spmd import DataParallelDims, spmd_mesh_of
 from megafsdp.mesh.torch_private import ReplicatedModule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
-# The mesh and expert_mesh of fully_shard(), and what its dp_mesh_dims names.
-_Meshes = tuple[DeviceMesh | None, DeviceMesh | None, SpmdMesh | None]
 
 
 @overload
@@ -121,7 +119,7 @@ def fully_shard(
         reshard_after_forward: Free the gathered parameters between forward and backward. None frees
             all but those needed again at once: the root's and the last unit's. A number keeps them
             divided among that many neighbouring ranks, say of one node.
-        shard_placement_fn: As in torch; only rows are cut: it returns None or ``Shard(0)``.
+        shard_placement_fn: As in torch, with a mesh for experts too; only rows are cut.
         mp_policy: Dtypes; torch's policy is accepted.
         offload_policy: What lives on the host; torch's policy is accepted.
         ignored_params: Parameters to leave alone: neither cut nor reduced.
@@ -149,10 +147,10 @@ def fully_shard(
     chosen, averaging = strategy_of(strategy, spmd), average_of(average)
     check_modules(modules, prefetch)
     check_user_buffers(nccl_user_buffers, chosen)
-    meshes = mesh, expert_mesh, spmd
-    found = _find(modules, ignored_params or (), policy, shard_placement_fn, meshes)
-    mesh = mesh_of(mesh, device_type_of(found), spmd)
-    division = division_of(mesh, expert_mesh, chosen, outer_strategy, averaging)
+    meshes = UnitMeshes(mesh, expert_mesh, spmd)
+    found, meshes = _find(modules, ignored_params or (), policy, shard_placement_fn, meshes)
+    mesh = mesh_of(meshes.data, device_type_of(found))
+    division = division_of(mesh, meshes.experts, chosen, outer_strategy, averaging)
     options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
@@ -238,7 +236,7 @@ def fully_shard_model(
     policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
-    meshes = mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims)
+    meshes = UnitMeshes(mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims))
     check_units(policies, ignored, shard_placement_fn, meshes, offload_of(offload_policy))
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
@@ -350,8 +348,8 @@ def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
 def check_units(
     policies: Mapping[nn.Module, MixedPrecisionPolicy],
     ignored: Sequence[nn.Parameter],
-    placement_fn: Callable[[nn.Parameter], object] | None,
-    meshes: _Meshes,
+    placement_fn: PlacementFunction | None,
+    meshes: UnitMeshes,
     offload: OffloadPolicy,
 ) -> None:
     """Check everything that could refuse one of several units, so that all are made or none.
@@ -361,7 +359,7 @@ def check_units(
             last.
         ignored: Parameters to leave alone.
         placement_fn: As for :func:`fully_shard`.
-        meshes: Its ``mesh`` and ``expert_mesh``, and what its ``dp_mesh_dims`` names.
+        meshes: The meshes given to it.
         offload: Its ``offload_policy``.
 
     Raises:
@@ -375,7 +373,7 @@ def check_units(
     reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
-        found = _find([module], [*ignored, *of_inner], policy, placement_fn, meshes)
+        found, _ = _find([module], [*ignored, *of_inner], policy, placement_fn, meshes)
         check_quantization(found, policy, offload)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
@@ -390,13 +388,14 @@ def _find(
     ignored: Iterable[nn.Parameter],
     policy: MixedPrecisionPolicy,
     placement_fn: PlacementFunction | None,
-    meshes: _Meshes,
-) -> list[FoundParameter]:
-    """Return the checked and placed parameters of one unit."""
+    meshes: UnitMeshes,
+) -> tuple[list[FoundParameter], UnitMeshes]:
+    """Return the checked and placed parameters of one unit, and its meshes."""
     found = find_parameters(modules, ignored, policy)
-    check_placements(found, placement_fn)
-    place_parameters(found, modules, *meshes)
-    return found
+    check_meshes(meshes.mesh, meshes.experts)
+    meshes = choose_meshes(found, placement_fn, meshes)
+    place_parameters(found, modules, meshes)
+    return found, meshes
 
 
 def check_modules(modules: Sequence[nn.Module], prefetch: int = 1) -> None:
@@ -514,32 +513,3 @@ def refuse_units_of_torch(modules: Iterable[nn.Module]) -> None:
                         hint="Give all units to megafsdp's fully_shard(), inner ones first",
                     )
                 )
-
-
-def check_placements(
-    found: Sequence[FoundParameter], placement_fn: Callable[[nn.Parameter], object] | None
-) -> None:
-    """Check that the user's placements cut dimension 0.
-
-    Raises:
-        NotImplementedError: A placement cuts another dimension, or has a mesh of its own.
-    """
-    for item in found:
-        # Placements of any class with a `dim` count: torch has several, and users their own.
-        placement = None if placement_fn is None else placement_fn(item.parameter)
-        dim = getattr(placement, "dim", None)
-        # Counted from the end, dimension 0 is -ndim.
-        if placement is not None and dim not in (0, -item.parameter.ndim):
-            # Local rows of another dimension would not be one range of a flat buffer.
-            hint = "Return None: rows of flat buffers are cut on dimension 0"
-            if not isinstance(placement, Placement):
-                hint = "Give a mesh of experts as expert_mesh=, and mark their parameters by "
-                hint += "megafsdp.annotate(parameter, is_expert=True)"
-            raise NotImplementedError(
-                expected(
-                    "Shard(0)",
-                    placement,
-                    where=f"shard_placement_fn for '{item.record.name}'",
-                    hint=hint,
-                )
-            )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,18 +20,26 @@ from megafsdp.fsdp.grouping import FoundParameter
 from megafsdp.fsdp.params.model_parts import (
     check_expert,
     check_expert_ranks,
+    check_same_ranks,
     plain_placement,
     read_placement,
     read_spmd_placement,
     tensor_parallel_mesh,
 )
+from megafsdp.fsdp.placement_choice import UnitMeshes
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
-from megafsdp.mesh.dtensor import joined_mesh
+from megafsdp.mesh.dtensor import cut_dim, joined_mesh
+from megafsdp.mesh.parallel_dims import TP
 from megafsdp.mesh.spmd import SpmdMesh
 
 
-def _check_meshes(*meshes: object) -> None:
+def check_meshes(*meshes: object) -> None:
+    """Check that what is given as a mesh is one.
+
+    Raises:
+        TypeError: It is something else.
+    """
     for mesh in meshes:
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(
@@ -44,52 +53,30 @@ def _check_meshes(*meshes: object) -> None:
 
 
 def place_parameters(
-    found: Sequence[FoundParameter],
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh | None,
-    expert_mesh: DeviceMesh | None,
-    spmd: SpmdMesh | None = None,
+    found: Sequence[FoundParameter], modules: Sequence[nn.Module], meshes: UnitMeshes
 ) -> None:
     """Find the mesh that divides each parameter, and this rank's model part of it; local.
 
     Plain parameters count as repeated over the model axis of the DTensors of this unit or of those
-    below it, or else over the tensor-parallel axis of the mesh from which ``mesh`` was sliced.
-    Experts' parameters do not: each rank may have other experts.
+    below it, or else over the tensor-parallel axis of the mesh from which the unit's mesh was
+    sliced. Experts' parameters do not: each rank may have other experts.
 
     Args:
         found: The parameters, in which the results are written.
         modules: The unit's modules.
-        mesh: The data-parallel mesh; None for one of all ranks, which has no model axis.
-        expert_mesh: The data-parallel mesh of experts; None for ``mesh``.
-        spmd: The mesh of all axes on which parameters are DTensors; None if they are not.
+        meshes: The unit's meshes.
 
     Raises:
-        TypeError: A mesh is not a ``DeviceMesh``.
         ValueError: A DTensor is on a mesh that does not fit, a plain parameter should be a DTensor,
             or experts are divided over ranks that have other experts, or that are not the model's.
         NotImplementedError: A DTensor is cut in a way that is not built.
     """
-    _check_meshes(mesh, expert_mesh)
-    if spmd is not None:
-        _place_on_all_axes(found, expert_mesh, spmd)
+    if meshes.spmd is not None:
+        _place_on_all_axes(found, meshes, meshes.spmd)
         return
-    for item in found:
-        check_expert(item.record.name, item.parameter, mesh, expert_mesh)
-    if expert_mesh == mesh:
-        expert_mesh = None
-    model_mesh: DeviceMesh | None = None
-    axes: dict[tuple[DeviceMesh, DeviceMesh], None] = {}
-    for item in found:
-        # Without a mesh of their own, experts are parameters like all others.
-        item.is_expert = expert_mesh is not None and annotation_of(item.parameter).is_expert
-        if isinstance(item.parameter, DTensor):
-            data_mesh = _place_dtensor(item, expert_mesh if item.is_expert else mesh)
-            axis = item.parameter.device_mesh
-            axes[data_mesh, axis] = None
-            model_mesh = model_mesh or (None if item.is_expert else axis)
-    for data_mesh, axis in axes:
-        # Raises if the ranks of the two meshes do not form a grid.
-        joined_mesh(data_mesh, axis)
+    mesh = meshes.mesh
+    experts = _find_experts(found, meshes)
+    model_mesh = _place_dtensors(found, mesh, experts)
     model_mesh = model_mesh or _model_mesh_of_units(modules) or tensor_parallel_mesh(mesh)
     # Copies of a plain parameter on a model axis are one tensor in a checkpoint and count once in a
     # norm, so its DTensor must say that they are copies.
@@ -97,28 +84,81 @@ def place_parameters(
         name, parameter = item.record.name, item.parameter
         has_own_experts = annotation_of(parameter).experts is not None
         if item.is_expert and not has_own_experts:
-            assert expert_mesh is not None, "experts without a mesh of their own are like others"
-            check_expert_ranks(name, parameter, (mesh, expert_mesh), model_mesh)
+            if meshes.experts is not None:
+                check_expert_ranks(name, parameter, (mesh, meshes.experts), model_mesh)
         elif not isinstance(parameter, DTensor) and not has_own_experts:
             item.record.model = plain_placement(name, parameter, model_mesh)
 
 
-def _place_on_all_axes(
-    found: Sequence[FoundParameter], expert_mesh: DeviceMesh | None, spmd: SpmdMesh
-) -> None:
-    if expert_mesh is not None:
+def _find_experts(found: Sequence[FoundParameter], meshes: UnitMeshes) -> DeviceMesh | None:
+    """Check which parameters are experts'; return the mesh that divides them, if it is another."""
+    for item in found:
+        check_expert(item.record.name, item.parameter, meshes.mesh, meshes.experts)
+    is_unit_of_experts = meshes.experts is None and _is_unit_of_experts(found)
+    for item in found:
+        # Without a mesh of their own, experts are parameters like all others. In a unit of experts
+        # alone, the unit's mesh is theirs, and that of the unit around it is another.
+        item.is_expert = is_unit_of_experts or (item.is_expert and meshes.experts != meshes.mesh)
+    return meshes.mesh if is_unit_of_experts else meshes.experts
+
+
+def _place_dtensors(
+    found: Sequence[FoundParameter], mesh: DeviceMesh | None, experts: DeviceMesh | None
+) -> DeviceMesh | None:
+    """Place the parameters that are DTensors; return the model axis of those that are no experts'.
+
+    Local.
+    """
+    model_mesh: DeviceMesh | None = None
+    axes: dict[tuple[DeviceMesh, DeviceMesh], None] = {}
+    for item in found:
+        if isinstance(item.parameter, DTensor):
+            data_mesh = _place_dtensor(item, experts if item.is_expert else mesh)
+            axis = item.parameter.device_mesh
+            axes[data_mesh, axis] = None
+            model_mesh = model_mesh or (None if item.is_expert else axis)
+    for data_mesh, axis in axes:
+        # Raises if the ranks of the two meshes do not form a grid.
+        joined_mesh(data_mesh, axis)
+    return model_mesh
+
+
+def _place_on_all_axes(found: Sequence[FoundParameter], meshes: UnitMeshes, spmd: SpmdMesh) -> None:
+    of_experts = meshes.experts_spmd
+    if meshes.experts is not None and of_experts is None:
         raise NotImplementedError(
             expected(
-                "one mesh for all parameters",
-                "an expert_mesh too",
+                "a full mesh for experts too, and names of its data axes",
+                f"{meshes.experts}",
                 where="fully_shard() with dp_mesh_dims",
-                hint="Leave out dp_mesh_dims: give mesh= the data axes, and parameters that are "
-                "DTensors over the model axis alone",
+                hint="Leave out expert_mesh, and return torch's ShardPlacementResult of such a "
+                "mesh from shard_placement_fn; or leave out dp_mesh_dims",
             )
         )
-    for record, parameter in ((item.record, item.parameter) for item in found):
+    if of_experts is not None:
+        check_same_ranks(spmd.mesh, of_experts.mesh)
+    for item in found:
+        own = of_experts if item.is_expert and of_experts is not None else spmd
+        record, parameter = item.record, item.parameter
         owners = [owner for owner, _ in record.living_owners()]
-        record.model = read_spmd_placement(record.name, parameter, owners, spmd)
+        record.model = read_spmd_placement(record.name, parameter, owners, own)
+        # A typed parameter is one of the parts.
+        record.shape = torch.Size(record.model.part.shape)
+
+
+def _is_unit_of_experts(found: Sequence[FoundParameter]) -> bool:
+    """Return whether a unit is a layer's experts alone, as their DTensors show.
+
+    All are on one axis that is not that of tensor parallelism, and it gives each rank some matrices
+    of a stack.
+    """
+    parameters = [item.parameter for item in found]
+    axes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
+    axis = next(iter(axes), None)
+    if len(axes) != 1 or axis is None or axis.mesh_dim_names == (TP,):
+        return False
+    stacks = [p for p in parameters if isinstance(p, DTensor) and p.ndim == 3]
+    return any(cut_dim(placement) == 0 for stack in stacks for placement in stack.placements)
 
 
 def _model_mesh_of_units(modules: Sequence[nn.Module]) -> DeviceMesh | None:

@@ -18,6 +18,7 @@ from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.placement_choice import UnitMeshes
 from megafsdp.fsdp.placing import place_parameters
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit
@@ -35,7 +36,7 @@ def _make_unit(
     """Make a unit with one group for each axes its parameters are given."""
     policy, memory = MixedPrecisionPolicy(), UnitMemory()
     found = find_parameters([module], (), policy)
-    place_parameters(found, [module], None, None)
+    place_parameters(found, [module], UnitMeshes())
     by_axes: dict[DataParallelAxes, list] = {}
     for item in found:
         by_axes.setdefault(axes_of(item.record.name), []).append(item)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.comm.collectives import all_reduce
 from megafsdp.buffer.dtensor.busy_memory import is_any_in_use, wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of
+from megafsdp.buffer.dtensor.factories import FACTORIES, new_tensor
 from megafsdp.buffer.dtensor.operands import (
     check_fused_sgd,
     count_writes,
@@ -57,7 +58,6 @@ from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_
 
 Self = TypeVar("Self", bound="RowShardedDTensor")
 
-_NEW_EMPTY = "new_empty"
 # Operators that act elementwise and keep the source's shape, although torch does not tag them
 # pointwise.
 _LIKE = frozenset(
@@ -196,8 +196,8 @@ def _run_by_rule(
     kwargs: dict[str, Any],
 ) -> Any:
     check_may_draw(name, args)
-    if name == _NEW_EMPTY:
-        return _new_empty(args, kwargs)
+    if name in FACTORIES:
+        return new_tensor(func, name, args, kwargs)
     # Operations that only write wait too: otherwise the other thread's writes would come later.
     if is_any_in_use():
         for leaf in _uneven_leaves(args, kwargs):
@@ -379,8 +379,8 @@ def rule_function(
     is_statistic = name in STATISTICS
     with without_torch_function():
         is_reduction = is_statistic or name in _REDUCTIONS or name == _UNSCALE
-        if is_reduction or is_like or is_pointwise or is_list or name == _NEW_EMPTY:
-            is_traced = name not in {"detach", "equal", _NEW_EMPTY} and not name.endswith("_like")
+        if is_reduction or is_like or is_pointwise or is_list or name in FACTORIES:
+            is_traced = name not in {"detach", "equal", *FACTORIES} and not name.endswith("_like")
             is_traced &= torch.is_grad_enabled()
             if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
                 # Autograd makes plain DTensors here, which torch would cut in its own way.
@@ -549,19 +549,6 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
                     hint=cure_of("operands of a forward" if is_forward else "operands"),
                 )
             )
-
-
-def _new_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowShardedDTensor:
-    """Run ``new_empty`` with the tensor's own global shape, as staging and deepcopy do."""
-    source = args[0]
-    sizes = kwargs.get("size", args[1:])
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
-        (sizes,) = sizes
-    if tuple(sizes) != tuple(source.shape):
-        refuse("new_empty with another shape", args)
-    wanted = {k: v for k, v in kwargs.items() if k in ("dtype", "device") and v is not None}
-    local = torch.empty_like(local_of(source), **wanted)
-    return type(source).wrap(local, spec_of(source), source._uneven_layout)
 
 
 def refuse(

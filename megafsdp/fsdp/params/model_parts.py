@@ -34,6 +34,7 @@ from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from megafsdp.mesh.parallel_dims import TP
 from megafsdp.mesh.spmd import SpmdMesh, as_spmd
+from megafsdp.mesh.spmd_types import is_typed, typed_part
 from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
@@ -162,7 +163,7 @@ def read_placement(
 def read_spmd_placement(
     name: str, parameter: torch.Tensor, owners: Iterable[nn.Module], spmd: SpmdMesh
 ) -> ModelPlacement:
-    """Return the placement of a parameter that comes as a DTensor on all axes.
+    """Return the placement of a parameter that is a DTensor on all axes, or is typed for them.
 
     Args:
         name: Its FQN, for messages.
@@ -175,6 +176,9 @@ def read_spmd_placement(
             raises it.
         NotImplementedError: :func:`read_placement` raises it.
     """
+    if not isinstance(parameter, DTensor) and is_typed(parameter):
+        part, is_addend = typed_part(name, parameter, spmd)
+        return ModelPlacement(part, spmd.model, is_summed=is_addend)
     if not isinstance(parameter, DTensor) or parameter.device_mesh != spmd.mesh:
         raise ValueError(
             expected(
@@ -295,6 +299,24 @@ def check_expert_ranks(
                 f"ranks {sorted(found)}",
                 where=f"'{name}' in fully_shard()",
                 hint="Make both by one ParallelDims.build(): Meshes.data and Meshes.experts",
+            )
+        )
+
+
+def check_same_ranks(mesh: DeviceMesh, experts: DeviceMesh) -> None:
+    """Check that full meshes, of experts and of the other parameters, have the same ranks.
+
+    Raises:
+        ValueError: They have not: experts would count in another norm.
+    """
+    wanted, found = _ranks_of(mesh, None), _ranks_of(experts, None)
+    if found != wanted:
+        raise ValueError(
+            expected(
+                f"a full mesh of experts over ranks {sorted(wanted)}, as that of all parameters",
+                f"ranks {sorted(found)}",
+                where="the mesh_info of shard_placement_fn, in fully_shard()",
+                hint="Make both from one mesh of all ranks",
             )
         )
 
