@@ -106,7 +106,7 @@ def _check_dim(item: FoundParameter, placement: object) -> None:
     dim = getattr(placement, "dim", None)
     # Rows of a stack (E, N, K) are those of its matrices: they are cut on both first dimensions.
     dims = range(2 if ndim == 3 else 1)
-    if placement is None or (dim is not None and dim % max(ndim, 1) in dims):
+    if placement is None or (dim is not None and (dim if dim >= 0 else dim + ndim) in dims):
         return
     # Local rows of another dimension would not be one range of a flat buffer.
     raise NotImplementedError(

@@ -58,7 +58,7 @@ class Experts(nn.Module):
         if self.ep is None:
             return self._mix(x, gates)
         # Tokens go to all ranks, each computes with its experts, and the sums come back.
-        x, gates = (_shown_to_all(t, self.ep) for t in (x, gates))
+        x, gates = (show_to_all(t, self.ep) for t in (x, gates))
         y = self._mix(x, gates.chunk(self.ep.size(), 1)[self.ep.get_local_rank()])
         summed = DTensor.from_local(y, self.ep, [Partial()], run_check=False)
         return summed.redistribute(placements=[Shard(0)]).to_local()
@@ -68,7 +68,8 @@ class Experts(nn.Module):
         return torch.einsum("te,etn,ekn->tk", gates, F.silu(gate) * up, self.fc2)
 
 
-def _shown_to_all(x: Tensor, ep: DeviceMesh) -> Tensor:
+def show_to_all(x: Tensor, ep: DeviceMesh) -> Tensor:
+    """Return the tokens of all ranks of ``ep``; gradients come back as sums over them."""
     shown = DTensor.from_local(x, ep, [Shard(0)], run_check=False)
     return shown.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
-from megafsdp import fully_shard, summon_full_params
+from megafsdp import FusedAdam, fully_shard, summon_full_params
 from megafsdp.buffer.comm.collectives import record_collectives
 from tests.fsdp.toy import (
     WIDTH,
@@ -346,3 +346,50 @@ def _units_in_mid_training() -> None:
 def test_units_that_replace_or_follow_others_in_mid_training_train(ranks: Ranks) -> None:
     """As the error says: new modules get fully_shard() calls of their own."""
     ranks(2).run(_units_in_mid_training)
+
+
+class _Language(nn.Module):
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(7, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        if is_tied:
+            self.tie()
+
+    def tie(self) -> None:
+        self.embedding.weight = self.head.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens))).logsumexp(-1).mean()
+
+
+def _tied_later(strategy: str) -> None:
+    reference, net = _Language(is_tied=True), _Language(is_tied=False)
+    fully_shard([net.embedding, net.norm, net.head], strategy=strategy)
+    fully_shard(net, strategy=strategy)
+    net.tie()
+    optimizers = [FusedAdam(each.parameters(), lr=1e-2) for each in (reference, net)]
+    tokens = torch.arange(14).view(2, 7) % 7
+    for _ in range(3):
+        for each, optimizer in zip((reference, net), optimizers, strict=True):
+            each(tokens).backward()
+            optimizer.step()
+        assert_same_grads(net, reference)
+        assert net.embedding.weight is net.head.weight
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert_same_parameters(net, reference)
+    assert len(list(net.parameters())) == 3
+    # What was there before has no place: nothing was computed with it.
+    group = net.head._fsdp_unit().groups[0]
+    (left,) = (p for p in group.parameters if not p.living_owners())
+    assert left.name == "weight" and left.sharded.grad is None
+    with summon_full_params(net):
+        assert net.embedding.weight is net.head.weight
+
+
+def test_a_tie_within_a_unit_may_come_after_fully_shard(ranks: Ranks) -> None:
+    """As programs tie again that initialise weights on their devices."""
+    for strategy in STRATEGIES:
+        ranks(2).run(_tied_later, strategy)

@@ -239,7 +239,7 @@ def _refused() -> None:
             on_all,
             {"dp_mesh_dims": Dims(("dp",)), "expert_mesh": wide["dp"]},
             NotImplementedError,
-            "an expert_mesh too",
+            "a full mesh for experts too",
         ),
     ]
     for net, options, error, message in calls:

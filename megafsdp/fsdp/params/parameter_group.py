@@ -65,6 +65,7 @@ from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_gradients import ModelGradients
 from megafsdp.fsdp.params.model_parts import ModelPlacement
 from megafsdp.fsdp.params.packed import is_packed, keep_class_and_attributes
+from megafsdp.fsdp.params.places import Places
 from megafsdp.fsdp.params.policy import Quantization, Strategy
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
@@ -223,12 +224,7 @@ class ParameterGroup:
         )
         self.step_in_flight: AsyncStep | None = None
         self.num_marks = 0
-        # Keep the modules' dictionaries: each forward and backward walks all places four times.
-        self._places = [
-            (owner._parameters, attribute, p.sharded, p.unsharded)
-            for p in parameters
-            for owner, attribute in p.living_owners()
-        ]
+        self.places = Places(parameters)
         # Tensors whose versions writes bump: parameters, if written to directly or by .data; local
         # tensors (which may share the buffer's), by loads; the buffer, by local_parameters().
         counted = local_tensors if self.axes.has_whole else []
@@ -538,46 +534,6 @@ class ParameterGroup:
     def release(self) -> None:
         """Free the full storage of a sharded group; do nothing for a replicated one."""
         self.compute_weight.release()
-
-    @property
-    def is_shown_unsharded(self) -> bool:
-        """Return whether the modules have the unsharded parameters, judged by the first one."""
-        places, attribute, _, unsharded = self._places[0]
-        return places.get(attribute) is unsharded
-
-    def show_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules that have the sharded ones.
-
-        Parameters that the user has assigned instead stay, for :meth:`find_replaced` to find.
-        """
-        for places, attribute, sharded, unsharded in self._places:
-            if places.get(attribute) is sharded:
-                places[attribute] = unsharded
-
-    def show_sharded(self) -> None:
-        """Put the sharded parameters into the modules that have the unsharded ones."""
-        for places, attribute, sharded, unsharded in self._places:
-            if places.get(attribute) is unsharded:
-                places[attribute] = sharded
-
-    def put_sharded(self) -> None:
-        """Put the sharded parameters into the modules in place of the originals."""
-        for p in self.parameters:
-            p.put(p.sharded)
-
-    def find_replaced(self) -> tuple[ManagedParameter, nn.Module, str] | None:
-        """Return a parameter that was replaced in a module, that module, and the attribute."""
-        for places, attribute, sharded, unsharded in self._places:
-            shown = places.get(attribute)
-            if shown is not sharded and shown is not unsharded:
-                break
-        else:
-            return None
-        for p in self.parameters:
-            found = p.find_replaced()
-            if found is not None:
-                return p, *found
-        return None
 
 
 def itemsize_of(dtypes: GroupDtypes, quantization: Quantization | None) -> float:

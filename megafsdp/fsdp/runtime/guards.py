@@ -220,7 +220,7 @@ def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
         RuntimeError: A parameter was replaced, or is missing.
     """
     for group in groups:
-        found = group.find_replaced()
+        found = group.places.find_replaced()
         if found is not None:
             _refuse_replaced(group, *found)
 
@@ -391,7 +391,7 @@ def _show_main_weights(unit: GuardedUnit, where: str, *, is_read: bool) -> None:
     if unit.is_pinned and (is_cast or not is_read):
         refuse_summoned(where)
     # After unshard() the state is that of the sharded parameters, as in torch.
-    if any(group.is_shown_unsharded for group in groups):
+    if any(group.places.have_unsharded for group in groups):
         unit.show_sharded()
     # A step in another thread may still write to main weights, and would overwrite a load.
     for group in groups:

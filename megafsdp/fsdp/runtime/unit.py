@@ -144,7 +144,7 @@ class FSDPUnit:
         for part in guard_parameters(groups, units=modules):
             guard_state_dicts(part, self)
         for group in groups:
-            group.put_sharded()
+            group.places.put_sharded()
         note_ignored(modules)
 
     def rename(self, name: str) -> None:
@@ -254,9 +254,9 @@ class FSDPUnit:
         if not (self.is_pinned or self.is_hidden) and self._phase is Phase.RESTING:
             self.num_rests += 1
             for group in self.groups:
-                if group.is_shown_unsharded:
+                if group.places.have_unsharded:
                     # unshard() showed them, and no forward or backward of the unit came after it.
-                    group.show_sharded()
+                    group.places.show_sharded()
                 group.release()
 
     def show_unsharded(self, *, in_backward: bool = False) -> None:
@@ -264,7 +264,7 @@ class FSDPUnit:
         if not in_backward:
             follow_user(self.groups)
         for group in self.groups:
-            group.show_unsharded()
+            group.places.show_unsharded()
 
     def freeze_as_in(self, token: ForwardToken) -> None:
         """Set ``requires_grad`` of the unsharded parameters as it was in a forward."""
@@ -276,7 +276,7 @@ class FSDPUnit:
         self.num_rests += 1
         if not self.is_pinned:
             for group in self.groups:
-                group.show_sharded()
+                group.places.show_sharded()
 
     def why_graphs_end(self) -> str:
         """Return why ``torch.compile`` ends a graph where it calls this unit."""
@@ -587,7 +587,7 @@ def hidden_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
         id(p.unsharded): p.sharded
         for unit in units_below([module]).values()
         for group in unit.groups
-        if group.is_shown_unsharded
+        if group.places.have_unsharded
         for p in group.parameters
     }
     shown = map(id, module.parameters()) if hidden else ()

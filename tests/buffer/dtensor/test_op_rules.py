@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor
 from megafsdp.device.torch_private import version_of
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.dtensor.emulation import torch_2_11
@@ -52,6 +52,9 @@ ELEMENTWISE: dict[str, Operation] = {
     "full_like": lambda a, b: torch.full_like(a, 2.5),
     "empty_like": lambda a, b: torch.empty_like(a).copy_(b),
     "new_empty": lambda a, b: a.new_empty(a.shape, dtype=torch.float64).zero_(),
+    "new_zeros": lambda a, b: a.new_zeros(*a.shape),
+    "new_ones": lambda a, b: a.new_ones(size=a.shape, dtype=torch.int32),
+    "new_full": lambda a, b: a.new_full(a.shape, 2.5),
     "in place": lambda a, b: a.add_(b).mul_(0.5).sub_(1).addcdiv_(b, b.square() + 1).lerp_(b, 0.1),
     "augmented": lambda a, b: operator.itruediv(operator.iadd(a, b), 2),
     "fill": lambda a, b: a.fill_(3.0),
@@ -101,8 +104,6 @@ REFUSED: dict[str, Operation] = {
     "transpose": lambda a: a.t(),
     "matmul": lambda a: torch.ones(2, 10) @ a,
     "linear": lambda a: torch.nn.functional.linear(torch.ones(2, 4), a),
-    "new_zeros": lambda a: a.new_zeros(10, 4),
-    "new_empty of another shape": lambda a: a.new_empty(3),
     "sum of rows": lambda a: a.sum(1),
     "norm of rows": lambda a: a.norm(dim=1),
     "any of rows": lambda a: (a > 0).any(1),
@@ -224,6 +225,28 @@ def test_what_torch_computes_wrongly_is_refused_on_all_ranks(
         assert message.startswith("NotImplementedError: Expected an elementwise operation"), name
         assert "(10, 4)" in message and "full_tensor()" in message
         assert all(other[name] == message for other in others), name
+
+
+def _of_other_shapes(is_bypassed: bool) -> None:
+    one = cut(random(10, 4), whole_mesh(), **CUTS[0])
+    with _path(is_bypassed):
+        empty, zeros, full = one.new_empty(3, 2), one.new_zeros((5,)), one.new_full((2, 3), 7.5)
+        parts = torch.cat([empty.fill_(1.0), one.new_ones(7, 2, dtype=torch.float64)])
+    for made, wanted in ((zeros, torch.zeros(5)), (full, torch.full((2, 3), 7.5))):
+        assert type(made) is DTensor and made.placements == (Replicate(),)
+        assert made.stride() == wanted.stride() and torch.equal(made.to_local(), wanted)
+    # Operations on it are torch's; a whole of the own shape can be copied in.
+    rows = parts.view(10, 2).repeat(1, 2)
+    one.copy_(rows.to(one.dtype))
+    assert torch.equal(full_tensor(one), torch.ones(10, 4))
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True], ids=["dispatch", "torch-2.11"])
+def test_new_tensors_of_other_shapes_are_whole_on_all_ranks(
+    ranks: Ranks, is_bypassed: bool
+) -> None:
+    """As in torch: initialisers draw the parts of a fused parameter in such, and copy them in."""
+    ranks(3).run(_of_other_shapes, is_bypassed)
 
 
 def _mixtures(is_bypassed: bool) -> dict[str, str]:

@@ -1,0 +1,215 @@
+"""Plain parameters whose parts the types of ``spmd_types`` say, which layers compute on as such."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from megafsdp import (
+    checkpoint,
+    clip_grad_norm_,
+    full_state_dict,
+    full_tensor,
+    fully_shard,
+    fully_shard_model,
+)
+from tests.fsdp import typed
+from tests.fsdp.test_spmd_mesh import Dims
+from tests.fsdp.toy import adamw
+from tests.ranks import Ranks
+
+WIDTH, INNER, NUM_TOKENS = 6, 8, 5
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Layer(nn.Module):
+    """Column- and row-parallel weights, with a scale on each rank's columns and a bias after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(INNER, WIDTH) / 2)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.down = nn.Parameter(torch.randn(WIDTH, INNER) / 2)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.tp: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x plus the layer's outputs (tokens, width)."""
+        tp = self.tp
+        assert tp is None or type(self.up) is nn.Parameter, "the plain part"
+        own = _shared(x, tp)
+        y = (torch.tanh(own @ self.up.T) * self.scale) @ self.down.T
+        return x + _summed(y, tp) + self.bias
+
+
+def _shared(x: Tensor, tp: DeviceMesh | None) -> Tensor:
+    """Return x, whose gradient is a sum over the ranks that use it."""
+    if tp is None:
+        return x
+    shown = DTensor.from_local(x, tp, [Replicate()], run_check=False)
+    return shown.to_local(grad_placements=[Partial()])
+
+
+def _summed(y: Tensor, tp: DeviceMesh | None) -> Tensor:
+    if tp is None:
+        return y
+    addends = DTensor.from_local(y, tp, [Partial()], run_check=False)
+    return addends.redistribute(placements=[Replicate()]).to_local()
+
+
+class Net(nn.Module):
+    """Two layers; the mean square of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean over tokens."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum(1).mean()
+
+
+def cut(net: Net, mesh: DeviceMesh, package: ModuleType) -> None:
+    """Leave this rank's parts of ``tp``, and write types on all parameters."""
+    tp = mesh["tp"]
+    axis = package.MeshAxis.of(tp.get_group())
+    data = [package.MeshAxis.of(mesh.get_group(n)) for n in mesh.mesh_dim_names or () if n != "tp"]
+    for layer in net.layers:
+        layer.tp = tp
+        types = {"up": package.S(0), "down": package.S(1), "scale": package.R, "bias": package.I}
+        for name, each in types.items():
+            whole = getattr(layer, name).detach()
+            if name in ("up", "down"):
+                whole = whole.chunk(tp.size(), each.dim)[tp.get_local_rank()].clone()
+            setattr(layer, name, nn.Parameter(whole))
+            # Types on data axes may be left out.
+            on_data = dict.fromkeys(data, package.R) if name == "up" else {}
+            package.assert_type(getattr(layer, name), {axis: each, **on_data})
+
+
+@contextlib.contextmanager
+def _imported(package: ModuleType) -> Iterator[None]:
+    """Let ``spmd_types`` be a package, as where a program has imported it."""
+    sys.modules["spmd_types"] = package
+    try:
+        yield
+    finally:
+        del sys.modules["spmd_types"]
+
+
+def _sharded(reference: Net, mesh: DeviceMesh, package: ModuleType, **options: Any) -> Net:
+    net = copy.deepcopy(reference)
+    cut(net, mesh, package)
+    dims = Dims(("dp",), tuple(n for n in mesh.mesh_dim_names or () if n == "dp_outer"))
+    fully_shard_model(net, [Layer], mesh=mesh, dp_mesh_dims=dims, **options)
+    return net
+
+
+def equal_one_process(
+    package: ModuleType, shape: tuple[int, ...], names: tuple[str, ...], **options: Any
+) -> None:
+    """Compare gradients, norms and steps with those of one process on all tokens."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    reference = Net().double()
+    net = _sharded(reference, mesh, package, **options)
+    optimizers = [adamw(reference), adamw(net)]
+    generator = torch.Generator().manual_seed(1)
+    num_ranks, own = mesh.size() // 2, dist.get_rank() // 2
+    for _ in range(3):
+        batch = torch.randn(num_ranks, NUM_TOKENS, WIDTH, generator=generator).double()
+        reference(batch.flatten(0, 1)).backward()
+        net(batch[own]).backward()
+        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+            assert p.grad is not None and p.shape == q.shape
+            torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
+        norm = nn.utils.get_total_norm([q.grad for q in reference.parameters()])
+        found = clip_grad_norm_(net, max_norm=float("inf"))
+        torch.testing.assert_close(found.double(), norm, rtol=1e-6, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = reference.state_dict()
+    for name, value in full_state_dict(net).items():
+        torch.testing.assert_close(value, wanted[name], **TOLERANCE)
+
+
+def _with_stand_in(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> None:
+    with _imported(typed):
+        equal_one_process(typed, shape, names, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "options"),
+    [
+        ((2, 2), ("dp", "tp"), {}),
+        ((2, 1, 2), ("dp_outer", "dp", "tp"), {"strategy": "optim"}),
+        ((2, 2), ("dp", "tp"), {"strategy": "no_shard"}),
+    ],
+    ids=str,
+)
+def test_typed_parameters_train_as_in_one_process(
+    ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Cut, repeated with addends of a gradient, and repeated with equal ones."""
+    ranks(4).run(_with_stand_in, shape, names, options)
+
+
+def _saved(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    reference = Net()
+    with _imported(typed):
+        net = _sharded(reference, mesh, typed)
+    checkpoint.save(folder, step=1, model=net)
+    plain = Net()
+    for parameter in plain.parameters():
+        nn.init.zeros_(parameter)
+    checkpoint.load(folder, model=fully_shard(plain))
+    wanted = reference.state_dict()
+    for name, value in full_state_dict(plain).items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_checkpoints_have_whole_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    """Saved from parts of tp, loaded without it."""
+    ranks(2).run(_saved, tmp_path)
+
+
+def _refused() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = (typed.MeshAxis.of(mesh.get_group(name)) for name in ("dp", "tp"))
+    cases = [
+        ({dp: typed.S(0), tp: typed.R}, "R on all data axes"),
+        ({typed.MeshAxis((1, 0)): typed.I, tp: typed.R}, "R on all data axes"),
+        ({dp: typed.R}, r"R, I or S\(dim\) on 'tp', got None"),
+        ({tp: typed.V}, r"R, I or S\(dim\) on 'tp', got Type\(name='V'\)"),
+        ({tp: typed.P}, r"got Type\(name='P'\).*the spmd_types of 'weight', with dp_mesh_dims"),
+    ]
+    layer = nn.Linear(3, 4, bias=False)
+    with _imported(typed):
+        for types, words in cases:
+            typed.assert_type(layer.weight, types)
+            with pytest.raises(ValueError, match=words):
+                fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims(("dp",)))
+        typed.assert_type(layer.weight, {tp: typed.S(-1)})
+        fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims(("dp",)))
+    assert tuple(layer.weight.shape) == (4, 6)
+
+
+def test_types_that_no_parameter_can_have_are_refused(ranks: Ranks) -> None:
+    """With a cure, before anything is changed: the last call succeeds."""
+    ranks(2).run(_refused)

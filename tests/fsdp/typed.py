@@ -1,0 +1,66 @@
+"""A stand-in for the package ``spmd_types``: what megafsdp reads of its types, and no checks.
+
+The types are attributes of tensors, one for each mesh axis; an axis is its set of ranks. The tests
+that have the package itself are in tests/ecosystem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Type:
+    """R, I, P or V."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along ``dim``."""
+
+    dim: int
+
+
+R, I, P, V, S = Type("R"), Type("I"), Type("P"), Type("V"), Shard  # noqa: E741
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis of this rank's."""
+
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> MeshAxis:
+        """Return the axis of a group."""
+        return cls(tuple(dist.get_process_group_ranks(group)))
+
+
+def assert_type(
+    tensor: torch.Tensor,
+    types: Mapping[MeshAxis, Type | Shard],
+    partition_spec: tuple[object, ...] | None = None,
+) -> None:
+    """Write types; a cut is V, and an entry of the specification."""
+    spec: list[object] = list(partition_spec or [None] * tensor.ndim)
+    for axis, each in types.items():
+        if isinstance(each, Shard):
+            spec[each.dim] = axis
+    plain = {axis: V if isinstance(each, Shard) else each for axis, each in types.items()}
+    vars(tensor).update(_local_type=plain, _partition_spec=tuple(spec) if any(spec) else None)
+
+
+def get_local_type(tensor: torch.Tensor) -> Mapping[MeshAxis, Type]:
+    """Return the types; none if nobody wrote any."""
+    return getattr(tensor, "_local_type", {})
+
+
+def get_partition_spec(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return which axes cut which dimension."""
+    return getattr(tensor, "_partition_spec", None)
