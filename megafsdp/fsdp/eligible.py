@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from megafsdp.errors import expected, listed
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter
 from megafsdp.fsdp.params.packed import is_packed
-from megafsdp.fsdp.params.parameter_group import ManagedParameter
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy, Quantization
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.quantize.recipes import QuantizationRecipe

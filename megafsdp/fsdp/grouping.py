@@ -32,9 +32,10 @@ from megafsdp.errors import expected
 from megafsdp.fsdp.division import Division
 from megafsdp.fsdp.eligible import check_quantization, quantization_of
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.packed import check_devices, is_packed
-from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.policy_names import UnitNames

@@ -33,6 +33,7 @@ from megafsdp.buffer.dtensor.unwritten import mark_unwritten
 from megafsdp.device.memory import Category, FlatStorage, poison
 from megafsdp.errors import expected
 from megafsdp.fsdp.full_params import device_below
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter
 from megafsdp.fsdp.params.meta import (
     PlainTensor,
     copy_attributes,
@@ -41,7 +42,7 @@ from megafsdp.fsdp.params.meta import (
     mark_initialized,
     quote,
 )
-from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 T = TypeVar("T")

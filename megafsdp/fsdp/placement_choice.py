@@ -51,6 +51,7 @@ class UnitMeshes:
     def is_default(self, data: DeviceMesh, spmd: SpmdMesh | None) -> bool:
         """Return whether a mesh is that of the unit's other parameters."""
         if self.mesh is None:
+            # The mesh of all ranks is made later, if no mesh is given.
             return spmd is None and data.ndim == 1 and data.size() == dist.get_world_size()
         return spmd == self.spmd and (spmd is not None or data == self.mesh)
 
@@ -78,6 +79,7 @@ def choose_meshes(
         _check_dim(item, placement if info is None else placement.placement)
         if info is None:
             continue
+        # torch keeps the full mesh beside the data axes that it has found in it.
         spmd = spmd_mesh_of(getattr(info, "spmd_mesh", None), info.dp_mesh_dims)
         data = info.mesh if spmd is None else spmd.data
         item.is_expert = not meshes.is_default(data, spmd)

@@ -155,6 +155,7 @@ def _is_unit_of_experts(found: Sequence[FoundParameter]) -> bool:
     parameters = [item.parameter for item in found]
     axes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     axis = next(iter(axes), None)
+    # tp may cut stacks too, such as weights of attention by heads: its name says that it does.
     if len(axes) != 1 or axis is None or axis.mesh_dim_names == (TP,):
         return False
     stacks = [p for p in parameters if isinstance(p, DTensor) and p.ndim == 3]

@@ -15,6 +15,7 @@ nobody has imported it, no parameter has such a type.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -46,17 +47,18 @@ def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[Mode
             parameter can have, or has a type on an axis of other ranks.
     """
     spmd: Any = sys.modules[_PACKAGE]
+    shape, model = tuple(parameter.shape), mesh.model
+    model_axis = None if model is None else spmd.MeshAxis.of(model.get_group())
     types, spec = dict(spmd.get_local_type(parameter)), spmd.get_partition_spec(parameter)
     # The specification says which dimensions are cut where the type only says that ranks differ.
     for index, axes in enumerate(spec or ()):
         for axis in axes if isinstance(axes, tuple) else (axes,):
             types[axis] = spmd.S(index)
     types.pop(None, None)
-    shape, model = tuple(parameter.shape), mesh.model
-    model_axis = None if model is None else spmd.MeshAxis.of(model.get_group())
     own = types.pop(model_axis, spmd.R if model is None or model.size() == 1 else None)
     if any(each is not spmd.R for each in types.values()):
         raise _wrong(name, "R on all data axes", f"{types}")
+    _complete(spmd, parameter, mesh, model_axis)
     if model is None or model_axis is None:
         return whole_part(shape), False
     num_ranks, rank = model.size(), model.get_local_rank()
@@ -68,6 +70,19 @@ def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[Mode
     dim = own.dim % len(shape)
     whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
     return part_of(whole, dim, num_ranks, rank), False
+
+
+def _complete(spmd: Any, parameter: torch.Tensor, mesh: SpmdMesh, model_axis: object) -> None:
+    """Make a parameter R on data axes on which it has no type, for the package's own checks."""
+    types = spmd.get_local_type(parameter)
+    if math.prod(axis.size() for axis in types) == mesh.mesh.size():
+        return
+    # The checks may know the data axes as one.
+    axes = spmd.current_mesh() or [
+        spmd.MeshAxis.of(mesh.mesh.get_group(axis)) for axis in mesh.data_axes
+    ]
+    missing = [axis for axis in axes if axis not in types and axis != model_axis]
+    spmd.assert_type(parameter, dict.fromkeys(missing, spmd.R))
 
 
 def _wrong(name: str, wanted: str, got: str) -> ValueError:

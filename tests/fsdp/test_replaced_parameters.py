@@ -379,7 +379,7 @@ def _tied_later(strategy: str) -> None:
         assert net.embedding.weight is net.head.weight
         for optimizer in optimizers:
             optimizer.zero_grad()
-    assert_same_parameters(net, reference)
+    assert_same_parameters(net, reference, rtol=1e-5, atol=1e-6)
     assert len(list(net.parameters())) == 3
     # What was there before has no place: nothing was computed with it.
     group = net.head._fsdp_unit().groups[0]

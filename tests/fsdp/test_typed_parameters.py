@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,10 @@ def equal_one_process(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     reference = Net().double()
     net = _sharded(reference, mesh, package, **options)
+    # What forward reads has types on data axes too, where nothing said otherwise.
+    for record in net.layers[1]._fsdp_unit().groups[0].parameters:
+        axes = package.get_local_type(record.unsharded)
+        assert math.prod(axis.size() for axis in axes) == mesh.size(), record.name
     optimizers = [adamw(reference), adamw(net)]
     generator = torch.Generator().manual_seed(1)
     num_ranks, own = mesh.size() // 2, dist.get_rank() // 2
@@ -202,9 +207,11 @@ def _refused() -> None:
     layer = nn.Linear(3, 4, bias=False)
     with _imported(typed):
         for types, words in cases:
+            vars(layer.weight).clear()
             typed.assert_type(layer.weight, types)
             with pytest.raises(ValueError, match=words):
                 fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims(("dp",)))
+        vars(layer.weight).clear()
         typed.assert_type(layer.weight, {tp: typed.S(-1)})
         fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims(("dp",)))
     assert tuple(layer.weight.shape) == (4, 6)

@@ -41,6 +41,10 @@ class MeshAxis:
         """Return the axis of a group."""
         return cls(tuple(dist.get_process_group_ranks(group)))
 
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
 
 def assert_type(
     tensor: torch.Tensor,
@@ -53,7 +57,19 @@ def assert_type(
         if isinstance(each, Shard):
             spec[each.dim] = axis
     plain = {axis: V if isinstance(each, Shard) else each for axis, each in types.items()}
-    vars(tensor).update(_local_type=plain, _partition_spec=tuple(spec) if any(spec) else None)
+    vars(tensor).update(
+        _local_type={**get_local_type(tensor), **plain},
+        _partition_spec=tuple(spec) if any(spec) else get_partition_spec(tensor),
+    )
+
+
+def current_mesh() -> None:
+    """Return that no checks are running."""
+
+
+def is_type_checking() -> bool:
+    """Return that no checks are running."""
+    return False
 
 
 def get_local_type(tensor: torch.Tensor) -> Mapping[MeshAxis, Type]:

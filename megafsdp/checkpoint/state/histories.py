@@ -27,7 +27,8 @@ from megafsdp.checkpoint.state.experts import stack_in_layer
 from megafsdp.checkpoint.state.fused import StoredForm, stored_form
 from megafsdp.errors import listed
 from megafsdp.fsdp.params.kept_weights import in_all_layers
-from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter
+from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.quantize.delayed import DelayedState

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -51,8 +50,8 @@ from megafsdp.buffer.dtensor.uneven import (
     make_replicated,
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
-from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten
-from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
+from megafsdp.buffer.dtensor.unwritten import mark_unwritten
+from megafsdp.buffer.layout import FlatLayout
 from megafsdp.buffer.planner import plan_layout
 from megafsdp.device.memory import Category
 from megafsdp.device.streams import device_handle
@@ -61,78 +60,15 @@ from megafsdp.fsdp.params.cast_weight import CastWeight
 from megafsdp.fsdp.params.group_buffers import GroupBuffers, GroupDtypes, LocalRows
 from megafsdp.fsdp.params.host_grads import make_reducer
 from megafsdp.fsdp.params.host_params import HostWeight
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter, Places
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.model_gradients import ModelGradients
-from megafsdp.fsdp.params.model_parts import ModelPlacement
 from megafsdp.fsdp.params.packed import is_packed, keep_class_and_attributes
-from megafsdp.fsdp.params.places import Places
 from megafsdp.fsdp.params.policy import Quantization, Strategy
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
-from megafsdp.mesh.model_part import whole_part
 from megafsdp.mesh.torch_private import attributes_of
 from megafsdp.quantize.tensor import QuantizedTensor
-
-
-@dataclass(eq=False)
-class ManagedParameter:
-    """One parameter in its sharded and its unsharded form.
-
-    Attributes:
-        name: FQN within the unit, for messages.
-        owners: Modules that own it, with the attribute names; several if it is tied.
-        shape: Its full shape, with all parts of a model axis.
-        model: Its placement on the model axis, with this rank's part.
-        dtype: The dtype in which it is initialised.
-        kept_because: Why a recipe leaves it unquantized; empty if quantized, or without a recipe.
-        sharded: The form that the optimizer sees.
-        unsharded: The form that forward and backward see.
-        unfreezes: Whether ``unsharded`` has a hook that unfreezes it when a gradient arrives.
-    """
-
-    name: str
-    owners: list[tuple[weakref.ref[nn.Module], str]]
-    shape: torch.Size
-    model: ModelPlacement = field(init=False)
-    dtype: torch.dtype = field(init=False)
-    kept_because: str = field(init=False, default="")
-    sharded: nn.Parameter = field(init=False)
-    unsharded: nn.Parameter = field(init=False)
-    unfreezes: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        """Assume no model axis until it is placed on one."""
-        self.model = ModelPlacement(whole_part(tuple(self.shape)))
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Return the planner's description of the part that data parallelism divides."""
-        shape = self.model.part.local_shape
-        return TensorSpec(self.name, shape, row_numel=row_numel_of(shape))
-
-    @property
-    def is_initialized(self) -> bool:
-        """Return whether it came with values or has got some since."""
-        return not is_unwritten(self.sharded)
-
-    def living_owners(self) -> list[tuple[nn.Module, str]]:
-        """Return the modules that own it and are alive, with the attribute names."""
-        owners = [(reference(), attribute) for reference, attribute in self.owners]
-        return [(module, attribute) for module, attribute in owners if module is not None]
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Put a parameter into the owners, whatever they have there now."""
-        for module, attribute in self.living_owners():
-            # Bypass nn.Module.__setattr__: its checks cost microseconds for each parameter.
-            module._parameters[attribute] = parameter
-
-    def find_replaced(self) -> tuple[nn.Module, str] | None:
-        """Return an owner that has neither form, and the attribute; None if all have one."""
-        for module, attribute in self.living_owners():
-            shown = module._parameters.get(attribute)
-            if shown is not self.sharded and shown is not self.unsharded:
-                return module, attribute
-        return None
 
 
 class AsyncStep(Protocol):

@@ -34,6 +34,7 @@ from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
 from megafsdp.buffer.dtensor.uneven import ReplicatedParameter, UnevenDTensor, wrap_like
 from megafsdp.device.torch_private import func_transforms, is_forward_mode
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.managed_parameter import ManagedParameter
 from megafsdp.fsdp.params.meta import (
     device_of,
     give_memory_as,
@@ -41,7 +42,7 @@ from megafsdp.fsdp.params.meta import (
     mark_initialized,
     quote,
 )
-from megafsdp.fsdp.params.parameter_group import ManagedParameter, ParameterGroup, group_of
+from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.mesh.torch_private import StridedShard, local_of
 
 _IGNORED_ATTRIBUTE = "_megafsdp_ignored"

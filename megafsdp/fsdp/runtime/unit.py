@@ -63,6 +63,7 @@ from megafsdp.fsdp.runtime.root import (
     refuse_changed_modules,
 )
 from megafsdp.fsdp.runtime.schedule import FSDPContext, UnitOptions
+from megafsdp.fsdp.runtime.type_checks import keeps_types
 
 
 class Phase(Enum):
@@ -296,6 +297,7 @@ class FSDPUnit:
         return self._pre_forward(module, args, kwargs)
 
     @untraced_hook
+    @keeps_types(lambda args, kwargs: (args, kwargs))
     @in_profiler_range("pre_forward")
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -370,6 +372,7 @@ class FSDPUnit:
 
     # No compiled graph contains calls of the next two hooks: it has ended before the forward.
     @untraced_hook
+    @keeps_types(lambda args, output: output)
     @in_profiler_range("post_forward")
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         context, run = self.require_context(), self._run
