@@ -53,5 +53,5 @@ def test_the_program_of_a_page_runs(ranks: Ranks, page: str, tmp_path: Path) -> 
 
 
 def test_every_page_is_tested() -> None:
-    """The pages of Ray and torchft have tests of their own."""
-    assert {path.stem for path in PAGES.glob("*.md")} == {*PROGRAMS, "ray", "torchft"}
+    """The pages of Ray, torchft and torchtitan have tests of their own."""
+    assert {path.stem for path in PAGES.glob("*.md")} == {*PROGRAMS, "ray", "torchft", "torchtitan"}
