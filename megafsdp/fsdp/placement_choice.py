@@ -53,7 +53,7 @@ class UnitMeshes:
         if self.mesh is None:
             # The mesh of all ranks is made later, if no mesh is given.
             return spmd is None and data.ndim == 1 and data.size() == dist.get_world_size()
-        return spmd == self.spmd and (spmd is not None or data == self.mesh)
+        return (data, spmd) == (self.data, self.spmd)
 
 
 def choose_meshes(
@@ -72,8 +72,10 @@ def choose_meshes(
     Raises:
         NotImplementedError: A placement cuts rows apart, or parameters name several other meshes.
     """
+    # Of the keyword: a mesh that the function names is for the parameters that it names it for.
+    is_given = meshes.experts is not None
     for item in found:
-        item.is_expert = meshes.experts is not None and annotation_of(item.parameter).is_expert
+        item.is_expert = is_given and annotation_of(item.parameter).is_expert
         placement: Any = None if placement_fn is None else placement_fn(item.parameter)
         info = getattr(placement, "mesh_info", None)
         _check_dim(item, placement if info is None else placement.placement)
@@ -87,7 +89,7 @@ def choose_meshes(
             continue
         if meshes.experts is None:
             meshes = replace(meshes, experts=data, experts_spmd=spmd)
-        elif (meshes.experts, meshes.experts_spmd) != (data, spmd):
+        elif meshes.experts != data:
             raise NotImplementedError(
                 expected(
                     f"one mesh beside that of the unit, {meshes.experts}",

@@ -9,8 +9,8 @@ from 2.15 on::
     R               whole               addends of one sum
     I               whole               equal
 
-On a data axis a parameter is R, or has no type. The package is not needed to use this file: where
-nobody has imported it, no parameter has such a type.
+On a data axis a parameter is R, or has no type. The package is no dependency: where it is not
+imported, no parameter has such a type.
 """
 
 from __future__ import annotations

@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from megafsdp import FSDPModule, clip_grad_norm_, full_tensor, fully_shard, fully_shard_model
+from megafsdp import (
+    FSDPModule,
+    annotate,
+    clip_grad_norm_,
+    full_tensor,
+    fully_shard,
+    fully_shard_model,
+)
+from megafsdp.fsdp.grouping import find_parameters
+from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
+from megafsdp.fsdp.placement_choice import UnitMeshes, choose_meshes
 from tests.fsdp.mixture import show_to_all
 from tests.fsdp.test_spmd_mesh import Dims
 from tests.fsdp.toy import adamw
@@ -212,13 +223,55 @@ def _equal_one_process(divide: Divide, outer: Sequence[int]) -> None:
         torch.testing.assert_close(full_tensor(p.detach()), q.detach(), **TOLERANCE)
 
 
-@pytest.mark.parametrize("divide", [_by_results, _by_units, _on_all_axes], ids=str)
+@pytest.mark.parametrize("divide", [_by_results, _by_units, _on_all_axes])
 @pytest.mark.parametrize("outer", [(), (2,)], ids=str)
 def test_experts_on_a_mesh_of_their_own_train_as_in_one_process(
     ranks: Ranks, divide: Divide, outer: Sequence[int]
 ) -> None:
     """Gradients, norms and steps, in one call a layer or two, with replicas too."""
     ranks(4).run(_equal_one_process, divide, outer)
+
+
+def _grouped() -> None:
+    meshes = _meshes()
+    tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def groups_of(module: nn.Module, **options: Any) -> list[DataParallelAxes]:
+        return [group.axes for group in fully_shard(module, **options)._fsdp_unit().groups]
+
+    # All ranks, named before the mesh of all ranks is made; annotated, without another mesh.
+    whole = Result(Shard(0), Info(init_device_mesh("cpu", (4,))))
+    assert len(groups_of(Layer(), shard_placement_fn=lambda _: whole)) == 1
+    for options in ({}, {"expert_mesh": meshes.data}):
+        annotate((layer := Layer()).experts.stack, is_expert=True)
+        (axes,) = groups_of(layer, mesh=meshes.data, **options)
+        assert not axes.is_expert
+    # The function names a mesh for one stack: another that is annotated stays with the rest.
+    annotate((layer := Layer()).dense, is_expert=True)
+    found = find_parameters([layer], (), MixedPrecisionPolicy())
+    chosen = Result(Shard(0), Info(meshes.experts))
+    place = {3: chosen, 2: None}
+    named = choose_meshes(found, lambda p: place[p.ndim], UnitMeshes(meshes.data))
+    assert named.experts == meshes.experts
+    assert {item.record.name: item.is_expert for item in found} == {
+        "dense": False,
+        "experts.stack": True,
+    }
+    # tp may cut a stack by heads; and a parameter beside it makes a unit no unit of experts.
+    heads = Experts()
+    heads.stack = nn.Parameter(distribute_tensor(heads.stack.detach(), tp["tp"], [Shard(0)]))
+    (axes,) = groups_of(heads, mesh=tp["dp"])
+    assert not axes.is_expert
+    _cut_experts(net := Net(), meshes)
+    experts = net.layers[0].experts
+    experts.bias = nn.Parameter(torch.zeros(3))
+    axes, *others = groups_of(experts, mesh=meshes.experts)
+    assert not others and not axes.is_expert and axes.model_mesh == meshes.ep
+
+
+def test_which_parameters_are_experts(ranks: Ranks) -> None:
+    """What a keyword, a function, or the parameters of a unit say."""
+    ranks(4).run(_grouped)
 
 
 def _refused() -> None:

@@ -25,6 +25,7 @@ from megafsdp import (
     full_tensor,
     fully_shard,
     fully_shard_model,
+    materialize,
 )
 from tests.fsdp import typed
 from tests.fsdp.test_spmd_mesh import Dims
@@ -40,11 +41,17 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(INNER, WIDTH) / 2)
-        self.scale = nn.Parameter(torch.randn(1))
-        self.down = nn.Parameter(torch.randn(WIDTH, INNER) / 2)
-        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.up = nn.Parameter(torch.empty(INNER, WIDTH))
+        self.scale = nn.Parameter(torch.empty(1))
+        self.down = nn.Parameter(torch.empty(WIDTH, INNER))
+        self.bias = nn.Parameter(torch.empty(WIDTH))
         self.tp: DeviceMesh | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the layer's outputs (tokens, width)."""
@@ -192,6 +199,24 @@ def _saved(folder: Path) -> None:
 def test_checkpoints_have_whole_tensors(ranks: Ranks, tmp_path: Path) -> None:
     """Saved from parts of tp, loaded without it."""
     ranks(2).run(_saved, tmp_path)
+
+
+def _materialized() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        reference = Net()
+    with _imported(typed):
+        net = _sharded(reference, mesh, typed)
+    torch.manual_seed(0)
+    materialize(net)
+    wanted = Net().state_dict()
+    for name, value in full_state_dict(net).items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_initialisers_draw_whole_tensors(ranks: Ranks) -> None:
+    """From the meta device: each rank keeps its part of what one process draws."""
+    ranks(2).run(_materialized)
 
 
 def _refused() -> None:

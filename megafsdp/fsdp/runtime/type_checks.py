@@ -31,7 +31,7 @@ def keeps_types(
     def decorate(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
         def run(self: object, module: object, *values: object) -> R:
-            # Nobody checks types where the package was never imported.
+            # Types are checked only where the package was imported.
             package: Any = sys.modules.get("spmd_types")
             if package is None or not package.is_type_checking():
                 return method(self, module, *values)
