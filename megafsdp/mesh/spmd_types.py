@@ -58,7 +58,6 @@ def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[Mode
     own = types.pop(model_axis, spmd.R if model is None or model.size() == 1 else None)
     if any(each is not spmd.R for each in types.values()):
         raise _wrong(name, "R on all data axes", f"{types}")
-    _complete(spmd, parameter, mesh, model_axis)
     if model is None or model_axis is None:
         return whole_part(shape), False
     num_ranks, rank = model.size(), model.get_local_rank()
@@ -67,22 +66,27 @@ def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[Mode
     if not isinstance(own, spmd.Shard):
         axis_name = mesh.axis_name(mesh.model_axis or 0)
         raise _wrong(name, f"R, I or S(dim) on '{axis_name}'", f"{own}")
-    dim = own.dim % len(shape)
+    dim = own.dim
     whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
     return part_of(whole, dim, num_ranks, rank), False
 
 
-def _complete(spmd: Any, parameter: torch.Tensor, mesh: SpmdMesh, model_axis: object) -> None:
-    """Make a parameter R on data axes on which it has no type, for the package's own checks."""
+def complete_types(parameter: torch.Tensor, mesh: SpmdMesh) -> None:
+    """Make a typed parameter R on data axes on which it has no type, for the package's checks.
+
+    Args:
+        parameter: A parameter that :func:`typed_part` has accepted.
+        mesh: The axes.
+    """
+    spmd: Any = sys.modules[_PACKAGE]
     types = spmd.get_local_type(parameter)
+    # The checks may know the data axes as one, and then no other axis of the same ranks.
     if math.prod(axis.size() for axis in types) == mesh.mesh.size():
         return
-    # The checks may know the data axes as one.
     axes = spmd.current_mesh() or [
         spmd.MeshAxis.of(mesh.mesh.get_group(axis)) for axis in mesh.data_axes
     ]
-    missing = [axis for axis in axes if axis not in types and axis != model_axis]
-    spmd.assert_type(parameter, dict.fromkeys(missing, spmd.R))
+    spmd.assert_type(parameter, {axis: spmd.R for axis in axes if axis not in types})
 
 
 def _wrong(name: str, wanted: str, got: str) -> ValueError:

@@ -30,6 +30,7 @@ from megafsdp.fsdp.grouping import find_parameters
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.placement_choice import UnitMeshes, choose_meshes
+from megafsdp.mesh.spmd import spmd_mesh_of
 from tests.fsdp.mixture import show_to_all
 from tests.fsdp.test_spmd_mesh import Dims
 from tests.fsdp.toy import adamw
@@ -241,7 +242,8 @@ def _grouped() -> None:
 
     # All ranks, named before the mesh of all ranks is made; annotated, without another mesh.
     whole = Result(Shard(0), Info(init_device_mesh("cpu", (4,))))
-    assert len(groups_of(Layer(), shard_placement_fn=lambda _: whole)) == 1
+    (axes,) = groups_of(Layer(), shard_placement_fn=lambda _: whole)
+    assert not axes.is_expert
     for options in ({}, {"expert_mesh": meshes.data}):
         annotate((layer := Layer()).experts.stack, is_expert=True)
         (axes,) = groups_of(layer, mesh=meshes.data, **options)
@@ -257,6 +259,11 @@ def _grouped() -> None:
         "dense": False,
         "experts.stack": True,
     }
+    # The data axes of the unit's own full mesh.
+    found = find_parameters([Layer()], (), MixedPrecisionPolicy())
+    dims = Dims(("dp",))
+    full = UnitMeshes(tp, spmd=spmd_mesh_of(tp, dims))
+    assert choose_meshes(found, lambda _: Result(None, Info(tp["dp"], dims, tp)), full) == full
     # tp may cut a stack by heads; and a parameter beside it makes a unit no unit of experts.
     heads = Experts()
     heads.stack = nn.Parameter(distribute_tensor(heads.stack.detach(), tp["tp"], [Shard(0)]))

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megafsdp import (
+    MixedPrecisionPolicy,
     checkpoint,
     clip_grad_norm_,
     full_state_dict,
@@ -217,6 +218,63 @@ def _materialized() -> None:
 def test_initialisers_draw_whole_tensors(ranks: Ranks) -> None:
     """From the meta device: each rank keeps its part of what one process draws."""
     ranks(2).run(_materialized)
+
+
+def _folded() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_outer", "dp", "tp"))
+    folded, dp = typed.MeshAxis((0, 1, 2, 3)), typed.MeshAxis.of(mesh.get_group("dp"))
+    outer = typed.MeshAxis.of(mesh.get_group("dp_outer"))
+    dims = Dims(("dp",), ("dp_outer",))
+    for types, wanted in (({folded: typed.R}, {folded}), ({dp: typed.R}, {dp, outer})):
+        layer = nn.Linear(3, 4, bias=False)
+        with _imported(typed):
+            typed.assert_type(layer.weight, types)
+            fully_shard(layer, mesh=mesh, dp_mesh_dims=dims)
+        (group,) = layer._fsdp_unit().groups
+        assert set(typed.get_local_type(group.parameters[0].unsharded)) == wanted
+
+
+def test_data_axes_may_be_typed_as_one(ranks: Ranks) -> None:
+    """And a model axis of one rank may have no type."""
+    ranks(4).run(_folded)
+
+
+class _Seen(nn.Linear):
+    """Notes the types of its inputs, and whether checks run in forward and while it is cast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = typed.get_local_type(x), typed.is_type_checking()
+        y = super().forward(x)
+        typed.assert_type(y, self.seen[0])
+        return y
+
+
+def _under_checks() -> None:
+    layer = _Seen(3, 4)
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    fully_shard(layer, mp_policy=policy)
+    group = layer._fsdp_unit().groups[0]
+    gather, was_checking = group.start_unshard, []
+
+    def start_unshard(**options: bool) -> None:
+        was_checking.append(typed.is_type_checking())
+        gather(**options)
+
+    group.start_unshard = start_unshard
+    x, types = torch.ones(2, 3, requires_grad=True), {typed.MeshAxis((0, 1)): typed.R}
+    typed.assert_type(x, types)
+    with _imported(typed), typed.typecheck():
+        y = layer(x)
+    assert layer.seen == (types, True) and was_checking == [False]
+    # The cast input and the cast output are other tensors, of the same types.
+    assert y.dtype == torch.float64 and typed.get_local_type(y) == types
+    y.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_checks_pause_in_hooks_and_tensors_keep_their_types(ranks: Ranks) -> None:
+    """What the engine does with buffers has no types."""
+    ranks(2).run(_under_checks)
 
 
 def _refused() -> None:

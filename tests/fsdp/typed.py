@@ -6,7 +6,9 @@ that have the package itself are in tests/ecosystem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,9 +69,27 @@ def current_mesh() -> None:
     """Return that no checks are running."""
 
 
+_is_checking = contextvars.ContextVar("is_checking", default=False)
+
+
 def is_type_checking() -> bool:
-    """Return that no checks are running."""
-    return False
+    """Return whether checks are running, which here say nothing."""
+    return _is_checking.get()
+
+
+@contextlib.contextmanager
+def typecheck(is_checking: bool = True) -> Iterator[None]:
+    """Let checks run, or pause."""
+    token = _is_checking.set(is_checking)
+    try:
+        yield
+    finally:
+        _is_checking.reset(token)
+
+
+def no_typecheck() -> contextlib.AbstractContextManager[None]:
+    """Pause the checks."""
+    return typecheck(is_checking=False)
 
 
 def get_local_type(tensor: torch.Tensor) -> Mapping[MeshAxis, Type]:

@@ -34,7 +34,7 @@ from megafsdp.mesh.dtensor import cut_dim
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from megafsdp.mesh.parallel_dims import TP
 from megafsdp.mesh.spmd import SpmdMesh, as_spmd
-from megafsdp.mesh.spmd_types import is_typed, typed_part
+from megafsdp.mesh.spmd_types import complete_types, is_typed, typed_part
 from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
@@ -178,6 +178,7 @@ def read_spmd_placement(
     """
     if not isinstance(parameter, DTensor) and is_typed(parameter):
         part, is_addend = typed_part(name, parameter, spmd)
+        complete_types(parameter, spmd)
         return ModelPlacement(part, spmd.model, is_summed=is_addend)
     if not isinstance(parameter, DTensor) or parameter.device_mesh != spmd.mesh:
         raise ValueError(
