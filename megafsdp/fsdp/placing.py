@@ -32,6 +32,7 @@ from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import cut_dim, joined_mesh
 from megafsdp.mesh.parallel_dims import TP
 from megafsdp.mesh.spmd import SpmdMesh
+from megafsdp.mesh.spmd_types import check_untyped
 
 
 def check_meshes(*meshes: object) -> None:
@@ -68,12 +69,15 @@ def place_parameters(
 
     Raises:
         ValueError: A DTensor is on a mesh that does not fit, a plain parameter should be a DTensor,
-            or experts are divided over ranks that have other experts, or that are not the model's.
+            or experts are divided over ranks that have other experts, or that are not the model's,
+            or a parameter has types for a full mesh.
         NotImplementedError: A DTensor is cut in a way that is not built.
     """
     if meshes.spmd is not None:
         _place_on_all_axes(found, meshes, meshes.spmd)
         return
+    for item in found:
+        check_untyped(item.record.name, item.parameter)
     mesh = meshes.mesh
     experts = _find_experts(found, meshes)
     model_mesh = _place_dtensors(found, mesh, experts)

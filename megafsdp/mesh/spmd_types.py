@@ -25,13 +25,33 @@ from megafsdp.errors import expected
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from megafsdp.mesh.spmd import SpmdMesh
 
-_PACKAGE = "spmd_types"
+
+def imported_package() -> Any:
+    """Return the package, if this process has imported it; otherwise None."""
+    return sys.modules.get("spmd_types")
 
 
 def is_typed(parameter: torch.Tensor) -> bool:
     """Return whether a plain parameter has types of the package."""
-    spmd: Any = sys.modules.get(_PACKAGE)
+    spmd = imported_package()
     return spmd is not None and bool(spmd.get_local_type(parameter))
+
+
+def check_untyped(name: str, parameter: torch.Tensor) -> None:
+    """Check that a parameter of a unit without a full mesh has no types, which would be lost.
+
+    Raises:
+        ValueError: It has some.
+    """
+    if is_typed(parameter):
+        raise ValueError(
+            expected(
+                "a full mesh for parameters with types",
+                "data axes alone",
+                where=f"the spmd_types of '{name}', in fully_shard()",
+                hint="Give mesh= all axes and dp_mesh_dims= the names of the data axes",
+            )
+        )
 
 
 def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[ModelPart, bool]:
@@ -46,15 +66,14 @@ def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[Mode
         ValueError: It is not R on the data axes, has no type on the model axis or one that no
             parameter can have, or has a type on an axis of other ranks.
     """
-    spmd: Any = sys.modules[_PACKAGE]
+    spmd = imported_package()
     shape, model = tuple(parameter.shape), mesh.model
     model_axis = None if model is None else spmd.MeshAxis.of(model.get_group())
     types, spec = dict(spmd.get_local_type(parameter)), spmd.get_partition_spec(parameter)
     # The specification says which dimensions are cut where the type only says that ranks differ.
-    for index, axes in enumerate(spec or ()):
-        for axis in axes if isinstance(axes, tuple) else (axes,):
-            types[axis] = spmd.S(index)
-    types.pop(None, None)
+    for dim, axes in enumerate(spec or ()):
+        cutting = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        types |= dict.fromkeys(cutting, spmd.S(dim))
     own = types.pop(model_axis, spmd.R if model is None or model.size() == 1 else None)
     if any(each is not spmd.R for each in types.values()):
         raise _wrong(name, "R on all data axes", f"{types}")
@@ -66,9 +85,8 @@ def typed_part(name: str, parameter: torch.Tensor, mesh: SpmdMesh) -> tuple[Mode
     if not isinstance(own, spmd.Shard):
         axis_name = mesh.axis_name(mesh.model_axis or 0)
         raise _wrong(name, f"R, I or S(dim) on '{axis_name}'", f"{own}")
-    dim = own.dim
-    whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
-    return part_of(whole, dim, num_ranks, rank), False
+    whole = (*shape[: own.dim], shape[own.dim] * num_ranks, *shape[own.dim + 1 :])
+    return part_of(whole, own.dim, num_ranks, rank), False
 
 
 def complete_types(parameter: torch.Tensor, mesh: SpmdMesh) -> None:
@@ -78,7 +96,7 @@ def complete_types(parameter: torch.Tensor, mesh: SpmdMesh) -> None:
         parameter: A parameter that :func:`typed_part` has accepted.
         mesh: The axes.
     """
-    spmd: Any = sys.modules[_PACKAGE]
+    spmd = imported_package()
     types = spmd.get_local_type(parameter)
     # The checks may know the data axes as one, and then no other axis of the same ranks.
     if math.prod(axis.size() for axis in types) == mesh.mesh.size():

@@ -381,6 +381,11 @@ def _tied_later(strategy: str) -> None:
             optimizer.zero_grad()
     assert_same_parameters(net, reference, rtol=1e-5, atol=1e-6)
     assert len(list(net.parameters())) == 3
+    # One of another shape is no tie.
+    net.norm.bias, bias = net.head.weight, net.norm.bias
+    with pytest.raises(RuntimeError, match=r"'bias' of shape .* in its place"):
+        net(tokens)
+    net.norm.bias = bias
     # What was there before has no place: nothing was computed with it.
     group = net.head._fsdp_unit().groups[0]
     (left,) = (p for p in group.parameters if not p.living_owners())

@@ -294,6 +294,8 @@ def _refused() -> None:
             typed.assert_type(layer.weight, types)
             with pytest.raises(ValueError, match=words):
                 fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims(("dp",)))
+        with pytest.raises(ValueError, match=r"a full mesh for parameters with types.*'weight'"):
+            fully_shard(layer, mesh=mesh["dp"])
         vars(layer.weight).clear()
         typed.assert_type(layer.weight, {tp: typed.S(-1)})
         fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims(("dp",)))

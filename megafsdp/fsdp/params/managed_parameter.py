@@ -154,7 +154,7 @@ class Places:
         # One of another unit may be freed when this one reads it: that stays refused.
         shown = module._parameters.get(attribute)
         other = next((p for p in self._parameters if p.sharded is shown), None)
-        if other is None:
+        if other is None or other.shape != parameter.shape:
             return False
         place = weakref.ref(module), attribute
         parameter.owners.remove(place)

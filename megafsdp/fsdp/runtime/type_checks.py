@@ -7,11 +7,11 @@ place of those that came have their types.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megafsdp.fsdp.runtime.autograd_hooks import tensors_of
+from megafsdp.mesh.spmd_types import imported_package
 
 R = TypeVar("R")
 # Where the package keeps a tensor's types.
@@ -32,7 +32,7 @@ def keeps_types(
         @functools.wraps(method)
         def run(self: object, module: object, *values: object) -> R:
             # Types are checked only where the package was imported.
-            package: Any = sys.modules.get("spmd_types")
+            package = imported_package()
             if package is None or not package.is_type_checking():
                 return method(self, module, *values)
             with package.no_typecheck():
