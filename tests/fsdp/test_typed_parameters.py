@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,20 +20,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from megafsdp import (
     MixedPrecisionPolicy,
     checkpoint,
-    clip_grad_norm_,
     full_state_dict,
-    full_tensor,
     fully_shard,
     fully_shard_model,
     materialize,
 )
 from tests.fsdp import typed
 from tests.fsdp.test_spmd_mesh import Dims
-from tests.fsdp.toy import adamw
+from tests.fsdp.toy import train_on_shares
 from tests.ranks import Ranks
 
-WIDTH, INNER, NUM_TOKENS = 6, 8, 5
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+WIDTH, INNER = 6, 8
 
 
 class Layer(nn.Module):
@@ -93,77 +89,54 @@ class Net(nn.Module):
         return x.square().sum(1).mean()
 
 
-def cut(net: Net, mesh: DeviceMesh, package: ModuleType) -> None:
+def _cut(net: Net, mesh: DeviceMesh) -> None:
     """Leave this rank's parts of ``tp``, and write types on all parameters."""
     tp = mesh["tp"]
-    axis = package.MeshAxis.of(tp.get_group())
-    data = [package.MeshAxis.of(mesh.get_group(n)) for n in mesh.mesh_dim_names or () if n != "tp"]
+    axis = typed.MeshAxis.of(tp.get_group())
+    data = [typed.MeshAxis.of(mesh.get_group(n)) for n in mesh.mesh_dim_names or () if n != "tp"]
     for layer in net.layers:
         layer.tp = tp
-        types = {"up": package.S(0), "down": package.S(1), "scale": package.R, "bias": package.I}
+        types = {"up": typed.S(0), "down": typed.S(1), "scale": typed.R, "bias": typed.I}
         for name, each in types.items():
             whole = getattr(layer, name).detach()
             if name in ("up", "down"):
                 whole = whole.chunk(tp.size(), each.dim)[tp.get_local_rank()].clone()
             setattr(layer, name, nn.Parameter(whole))
             # Types on data axes may be left out.
-            on_data = dict.fromkeys(data, package.R) if name == "up" else {}
-            package.assert_type(getattr(layer, name), {axis: each, **on_data})
+            on_data = dict.fromkeys(data, typed.R) if name == "up" else {}
+            typed.assert_type(getattr(layer, name), {axis: each, **on_data})
 
 
 @contextlib.contextmanager
-def _imported(package: ModuleType) -> Iterator[None]:
-    """Let ``spmd_types`` be a package, as where a program has imported it."""
-    sys.modules["spmd_types"] = package
+def _imported() -> Iterator[None]:
+    """Let the stand-in be ``spmd_types``, as where a program has imported that."""
+    sys.modules["spmd_types"] = typed
     try:
         yield
     finally:
         del sys.modules["spmd_types"]
 
 
-def _sharded(reference: Net, mesh: DeviceMesh, package: ModuleType, **options: Any) -> Net:
+def _sharded(reference: Net, mesh: DeviceMesh, **options: Any) -> Net:
     net = copy.deepcopy(reference)
-    cut(net, mesh, package)
+    _cut(net, mesh)
     dims = Dims(("dp",), tuple(n for n in mesh.mesh_dim_names or () if n == "dp_outer"))
-    fully_shard_model(net, [Layer], mesh=mesh, dp_mesh_dims=dims, **options)
+    with _imported():
+        fully_shard_model(net, [Layer], mesh=mesh, dp_mesh_dims=dims, **options)
     return net
 
 
-def equal_one_process(
-    package: ModuleType, shape: tuple[int, ...], names: tuple[str, ...], **options: Any
+def _equal_one_process(
+    shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    """Compare gradients, norms and steps with those of one process on all tokens."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     reference = Net().double()
-    net = _sharded(reference, mesh, package, **options)
+    net = _sharded(reference, mesh, **options)
     # What forward reads has types on data axes too, where nothing said otherwise.
     for record in net.layers[1]._fsdp_unit().groups[0].parameters:
-        axes = package.get_local_type(record.unsharded)
+        axes = typed.get_local_type(record.unsharded)
         assert math.prod(axis.size() for axis in axes) == mesh.size(), record.name
-    optimizers = [adamw(reference), adamw(net)]
-    generator = torch.Generator().manual_seed(1)
-    num_ranks, own = mesh.size() // 2, dist.get_rank() // 2
-    for _ in range(3):
-        batch = torch.randn(num_ranks, NUM_TOKENS, WIDTH, generator=generator).double()
-        reference(batch.flatten(0, 1)).backward()
-        net(batch[own]).backward()
-        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-            assert p.grad is not None and p.shape == q.shape
-            torch.testing.assert_close(full_tensor(p.grad), q.grad, **TOLERANCE)
-        norm = nn.utils.get_total_norm([q.grad for q in reference.parameters()])
-        found = clip_grad_norm_(net, max_norm=float("inf"))
-        torch.testing.assert_close(found.double(), norm, rtol=1e-6, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted = reference.state_dict()
-    for name, value in full_state_dict(net).items():
-        torch.testing.assert_close(value, wanted[name], **TOLERANCE)
-
-
-def _with_stand_in(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> None:
-    with _imported(typed):
-        equal_one_process(typed, shape, names, **options)
+    train_on_shares(reference, net, mesh.size() // 2, dist.get_rank() // 2)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +152,13 @@ def test_typed_parameters_train_as_in_one_process(
     ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     """Cut, repeated with addends of a gradient, and repeated with equal ones."""
-    ranks(4).run(_with_stand_in, shape, names, options)
+    ranks(4).run(_equal_one_process, shape, names, options)
 
 
 def _saved(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     reference = Net()
-    with _imported(typed):
-        net = _sharded(reference, mesh, typed)
+    net = _sharded(reference, mesh)
     checkpoint.save(folder, step=1, model=net)
     plain = Net()
     for parameter in plain.parameters():
@@ -206,8 +178,7 @@ def _materialized() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         reference = Net()
-    with _imported(typed):
-        net = _sharded(reference, mesh, typed)
+    net = _sharded(reference, mesh)
     torch.manual_seed(0)
     materialize(net)
     wanted = Net().state_dict()
@@ -227,7 +198,7 @@ def _folded() -> None:
     dims = Dims(("dp",), ("dp_outer",))
     for types, wanted in (({folded: typed.R}, {folded}), ({dp: typed.R}, {dp, outer})):
         layer = nn.Linear(3, 4, bias=False)
-        with _imported(typed):
+        with _imported():
             typed.assert_type(layer.weight, types)
             fully_shard(layer, mesh=mesh, dp_mesh_dims=dims)
         (group,) = layer._fsdp_unit().groups
@@ -263,7 +234,7 @@ def _under_checks() -> None:
     group.start_unshard = start_unshard
     x, types = torch.ones(2, 3, requires_grad=True), {typed.MeshAxis((0, 1)): typed.R}
     typed.assert_type(x, types)
-    with _imported(typed), typed.typecheck():
+    with _imported(), typed.typecheck():
         y = layer(x)
     assert layer.seen == (types, True) and was_checking == [False]
     # The cast input and the cast output are other tensors, of the same types.
@@ -288,7 +259,7 @@ def _refused() -> None:
         ({tp: typed.P}, r"got Type\(name='P'\).*the spmd_types of 'weight', with dp_mesh_dims"),
     ]
     layer = nn.Linear(3, 4, bias=False)
-    with _imported(typed):
+    with _imported():
         for types, words in cases:
             vars(layer.weight).clear()
             typed.assert_type(layer.weight, types)

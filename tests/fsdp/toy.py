@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from megafsdp import full_tensor, fully_shard
+from megafsdp import clip_grad_norm_, full_tensor, fully_shard
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.buffer.dtensor.uneven_layout import whole as region_of
@@ -227,3 +227,29 @@ def train_both(
             optimizer.step()
             optimizer.zero_grad()
     return losses
+
+
+def train_on_shares(reference: nn.Module, net: nn.Module, num_shares: int, own: int) -> None:
+    """Train both for three steps in fp64: one on all tokens, the other on one share of them.
+
+    Compares gradients, norms and steps. Both return the mean over tokens of width 6.
+    """
+    optimizers = [adamw(reference), adamw(net)]
+    generator = torch.Generator().manual_seed(1)
+    near = {"rtol": 1e-9, "atol": 1e-12}
+    for _ in range(3):
+        shares = torch.randn(num_shares, 5, 6, dtype=torch.float64, generator=generator)
+        reference(shares.flatten(0, 1)).backward()
+        net(shares[own]).backward()
+        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+            assert p.grad is not None and p.shape == q.shape
+            torch.testing.assert_close(full_tensor(p.grad), q.grad, **near)
+        norm = nn.utils.get_total_norm([q.grad for q in reference.parameters()])
+        found = clip_grad_norm_(net, max_norm=float("inf"))
+        # Ours is in fp32.
+        torch.testing.assert_close(found.double(), norm, rtol=1e-6, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(p.detach()), q.detach(), **near)
