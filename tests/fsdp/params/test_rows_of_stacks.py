@@ -17,7 +17,7 @@ from megafsdp import FusedAdam, checkpoint, full_state_dict, full_tensor, fully_
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.buffer.layout import TensorSpec, row_numel_of
 from megafsdp.buffer.planner import plan_layout
-from megafsdp.fsdp.params import parameter_group
+from megafsdp.fsdp.params import managed_parameter
 from tests.fsdp.toy import adamw
 from tests.ranks import Ranks
 
@@ -65,7 +65,7 @@ def test_a_stack_pads_little_on_more_ranks_than_matrices() -> None:
 def _whole_matrices_as_rows() -> Iterator[None]:
     """Cut stacks as versions before did."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parameter_group, "row_numel_of", lambda shape: math.prod(shape[1:]))
+        patch.setattr(managed_parameter, "row_numel_of", lambda shape: math.prod(shape[1:]))
         yield
 
 
