@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megafsdp import (
-    FSDPModule,
     annotate,
     fully_shard,
     fully_shard_model,
@@ -284,8 +283,6 @@ def _refused() -> None:
     refused(ValueError, r"covers ranks \[0, 1, 2, 3\]", None, Result(Shard(0), Info(alone["b"])))
     fully_shard(layer, mesh=meshes.data, shard_placement_fn=lambda p: Shard(int(p.ndim == 3)))
     assert {p.placements for p in layer.parameters()} == {(Shard(0),)}
-    _on_all_axes(net := Net(), meshes)
-    assert isinstance(net, FSDPModule)
 
 
 def test_meshes_and_placements_that_do_not_fit_are_refused(ranks: Ranks) -> None:

@@ -48,13 +48,9 @@ class MeshAxis:
         return len(self.ranks)
 
 
-def assert_type(
-    tensor: torch.Tensor,
-    types: Mapping[MeshAxis, Type | Shard],
-    partition_spec: tuple[object, ...] | None = None,
-) -> None:
+def assert_type(tensor: torch.Tensor, types: Mapping[MeshAxis, Type | Shard]) -> None:
     """Write types; a cut is V, and an entry of the specification."""
-    spec: list[object] = list(partition_spec or [None] * tensor.ndim)
+    spec: list[object] = [None] * tensor.ndim
     for axis, each in types.items():
         if isinstance(each, Shard):
             spec[each.dim] = axis

@@ -7,10 +7,11 @@ initialisers that draw the parts of a fused parameter one by one make such.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_dtensor, spec_of
@@ -18,9 +19,7 @@ from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_
 FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})
 
 
-def new_tensor(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> DTensor:
+def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Run one of :data:`FACTORIES` on a sharded tensor; local."""
     source: Any = args[0]
     shape, args, kwargs = _sizes_of(args, kwargs)
@@ -28,11 +27,14 @@ def new_tensor(
     if shape == tuple(source.shape):
         rows = func(local, tuple(local.shape), *args, **kwargs)
         return type(source).wrap(rows, spec, source._uneven_layout)
-    whole = func(local, shape, *args, **kwargs)
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    placements = (Replicate(),) * spec.mesh.ndim
-    meta = TensorMeta(whole.shape, strides, whole.dtype)
-    return make_dtensor(DTensor, whole, DTensorSpec(spec.mesh, placements, tensor_meta=meta))
+    return make_replicated(func(local, shape, *args, **kwargs), spec.mesh)
+
+
+def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return make_dtensor(DTensor, local, spec)
 
 
 def _sizes_of(

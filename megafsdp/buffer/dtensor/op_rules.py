@@ -197,7 +197,7 @@ def _run_by_rule(
 ) -> Any:
     check_may_draw(name, args)
     if name in FACTORIES:
-        return new_tensor(func, name, args, kwargs)
+        return new_tensor(func, args, kwargs)
     # Operations that only write wait too: otherwise the other thread's writes would come later.
     if is_any_in_use():
         for leaf in _uneven_leaves(args, kwargs):

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.buffer.comm.collectives import all_gather_equal
@@ -591,10 +591,3 @@ def wrapper_as(
         return result
 
     return wrapper
-
-
-def make_replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Wrap a tensor that is equal on all ranks as a replicated DTensor; aliases, local."""
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return make_dtensor(DTensor, local, spec)

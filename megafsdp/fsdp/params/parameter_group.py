@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp.buffer.dbuffer import DBuffer
+from megafsdp.buffer.dtensor.factories import make_replicated
 from megafsdp.buffer.dtensor.random_values import set_initial_dtype
 from megafsdp.buffer.dtensor.uneven import (
     ReplicatedParameter,
@@ -47,7 +48,6 @@ from megafsdp.buffer.dtensor.uneven import (
     fill_truncated,
     local_object,
     local_tensor,
-    make_replicated,
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.buffer.dtensor.unwritten import mark_unwritten

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.factories import make_replicated
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor, make_replicated
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from tests.buffer.cuts import cut, layout_of, random, whole_mesh

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, make_replicated
+from megafsdp.buffer.dtensor.factories import make_replicated
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from tests.buffer.cuts import cut, random, whole_mesh
 from tests.buffer.dtensor.emulation import torch_2_11
 from tests.ranks import Ranks

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, make_replicated, wrapper_as
+from megafsdp.buffer.dtensor.factories import make_replicated
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrapper_as
 from megafsdp.fsdp.params.main_gradient import _UnevenFlatGradient
 from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
