@@ -230,7 +230,17 @@ class CollectiveMethods(_Mixin):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accept torch's switch; whole buffers are always reduced, whichever ranks used them."""
+        """Choose whether units take part in each backward whose outputs a rank may not use; local.
+
+        Set it for units whose output is used on some ranks only, such as the image encoder of a
+        model whose batches may be without images. All ranks still have to run the unit's forward.
+        A unit of which some *parameters* are unused on some ranks needs nothing.
+
+        ``.grad`` of trainable parameters that no rank used is then zeros, in units whose forward
+        has run before. Otherwise it stays None, and the optimizer leaves such parameters alone.
+        """
+        for unit in self._fsdp_units(recurse=recurse):
+            unit.options = replace(unit.options, reduces_unused=reduce_scatter_unused_params)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

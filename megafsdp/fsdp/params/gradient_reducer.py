@@ -228,6 +228,17 @@ class GradientReducer:
         has_inner_sum = is_final and self._inner_sum is not None
         return self._reduction is None and (self._accumulated is not None or has_inner_sum)
 
+    @property
+    def lacks_any(self) -> bool:
+        """Return whether a trainable parameter has no ``.grad``, and no reduction brings one."""
+        shown = self.main_grad.parameters
+        return self._reduction is None and any(p.requires_grad and p.grad is None for p in shown)
+
+    def count_unused(self) -> None:
+        """Let the next published sum give trainable parameters that no rank used zeros; local."""
+        shown = self.main_grad.parameters
+        self._used = [u or p.requires_grad for u, p in zip(self._used, shown, strict=True)]
+
     def start_reduce(self, *, is_final: bool, optimizer_may_start: bool = False) -> Reduction:
         """Pack the gradients and issue the sum over the inner axis; collective over its ranks.
 
@@ -494,3 +505,47 @@ class GradientReducer:
             views, grads, _ = self._take_grads(buffer.full_views())
             if grads:
                 torch._foreach_add_(views, grads)
+
+
+class ReductionQueue:
+    """Reductions under way, oldest first.
+
+    Attributes:
+        max_waiting: How many may be under way in each stage while the next unit's backward runs.
+            Each keeps one unit's gradients alive.
+    """
+
+    def __init__(self) -> None:
+        self.max_waiting = 1
+        self._inner_sums: list[Reduction] = []
+        # Reductions after their inner sum: in the sum over the outer axis, or the copy to the host.
+        self._second_stages: list[Reduction] = []
+
+    def make_room(self) -> None:
+        """Wait for the oldest reductions, which frees their inputs, before one more is packed."""
+        self.finish(self.max_waiting - 1, self.max_waiting)
+
+    def add(self, reduction: Reduction) -> None:
+        """Add a reduction that was issued, and wait for the oldest ones if there are too many."""
+        self._inner_sums.append(reduction)
+        self.finish(self.max_waiting, self.max_waiting)
+
+    def finish(self, num_inner: int = 0, num_second: int = 0) -> None:
+        """Wait for the oldest reductions, until at most these numbers are left in each stage.
+
+        All ranks wait in the same order, which is that of the collectives of the second stage.
+        """
+        while len(self._inner_sums) > num_inner:
+            # Remove it first: a user's hook on a gradient may raise after the reduction has ended.
+            reduction = self._inner_sums.pop(0)
+            reduction.reducer.advance(reduction)
+            if reduction.stage is not Stage.DONE:
+                self._second_stages.append(reduction)
+        while len(self._second_stages) > num_second:
+            reduction = self._second_stages.pop(0)
+            reduction.reducer.advance(reduction)
+
+    def clear(self) -> None:
+        """Drop all reductions; their reducers discard the sums."""
+        self._inner_sums.clear()
+        self._second_stages.clear()

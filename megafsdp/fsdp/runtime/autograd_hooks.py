@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from megafsdp.device.torch_private import base_of, untraced_hook
+from megafsdp.device.torch_private import base_of, is_backward_running, untraced_hook
 from megafsdp.fsdp.runtime.forward_passes import ForwardToken
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.mesh.torch_private import arrived, is_arriving
@@ -101,10 +101,11 @@ class BackwardHook:
             base.register_hook(self)
 
     @untraced_hook
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Call the schedule, and leave the values of the gradient as they are."""
         _schedule_of(self.unit).begin_backward(self.unit, self.token)
-        if not (torch.is_grad_enabled() and grad.requires_grad):
+        # Autograd has none if nothing but an anchor read the output.
+        if grad is None or not (torch.is_grad_enabled() and grad.requires_grad):
             return None
         # A double backward leaves the unit by the gradient of this gradient, and a third backward
         # enters by it. Watch an alias: a leaf of the user's would keep the hook for ever.
@@ -191,6 +192,18 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 
     map_tensors(tree, collect)
     return found
+
+
+def anchored(unit: ScheduledUnit, output: object) -> list[torch.Tensor]:
+    """Return the tensors of a unit's output, and let them take part in the backward if chosen."""
+    outputs, context = tensors_of(output), unit.context
+    # A recomputed output replaces none: the graph of its first forward has the anchor.
+    if context is not None and not is_backward_running():
+        if context.is_root(unit):
+            context.anchors.attach(outputs)
+        elif unit.options.reduces_unused and not context.is_without_root(unit):
+            context.anchors.add(outputs)
+    return outputs
 
 
 def all_arrived(tree: Any) -> Any:

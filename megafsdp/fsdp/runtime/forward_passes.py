@@ -61,9 +61,13 @@ class PendingForwards:
     A forward counts as long as any graph of its pass is alive, even if its own graph is gone: that
     may differ between ranks, which would then end the unit's backward at different times. A pass
     without any graph left on a rank has no backward there, and is no longer counted.
+
+    Attributes:
+        had_any: Whether a forward has ever begun, with a graph or without.
     """
 
     def __init__(self) -> None:
+        self.had_any = False
         # Weak keys: the tokens in the graph own the pass, and its count must not outlive them.
         self._by_pass: weakref.WeakKeyDictionary[ForwardPass, set[int]]
         self._by_pass = weakref.WeakKeyDictionary()
@@ -85,6 +89,12 @@ class PendingForwards:
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
         """Return whether a forward of one of these passes is counted."""
         return any(self._by_pass.get(each) for each in passes)
+
+    def are_after(self, token: ForwardToken, passes: Collection[ForwardPass]) -> bool:
+        """Return whether the counted forwards of these passes all began after a forward."""
+        return all(
+            number > token.number for each in passes for number in self._by_pass.get(each, ())
+        )
 
 
 class ModuleRun:

@@ -30,9 +30,10 @@ from megafsdp.buffer.comm.collectives import Pending
 from megafsdp.buffer.comm.trace import read_environment
 from megafsdp.device.profiling import profiler_range
 from megafsdp.device.torch_private import call_after_backward, untraced_hook
-from megafsdp.fsdp.params.gradient_reducer import GradientReducer, Reduction, Stage
+from megafsdp.fsdp.params.gradient_reducer import GradientReducer, ReductionQueue
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.runtime.agreement import agree_on_usage, refresh_with_maxima
+from megafsdp.fsdp.runtime.anchors import Anchors
 from megafsdp.fsdp.runtime.forward_passes import ForwardPass, ForwardToken, PendingForwards
 from megafsdp.fsdp.runtime.guards import refuse_replaced
 from megafsdp.fsdp.runtime.iteration import Iteration, WholeBackward
@@ -57,6 +58,8 @@ class UnitOptions:
             counts, since units share one queue.
         separates_reductions: Whether reductions have communicators of their own; None takes the
             default of the device. If one unit wants them, all under its root get them.
+        reduces_unused: Whether the unit takes part in each backward, and gives zeros to parameters
+            that no rank used.
         forward_prefetch: Units to gather ahead in forward; None follows the recorded order.
         backward_prefetch: The same in backward.
     """
@@ -70,6 +73,7 @@ class UnitOptions:
     requires_all_reduce: bool = True
     max_reductions: int = 1
     separates_reductions: bool | None = None
+    reduces_unused: bool = False
     forward_prefetch: tuple[weakref.ref[ScheduledUnit], ...] | None = None
     backward_prefetch: tuple[weakref.ref[ScheduledUnit], ...] | None = None
 
@@ -150,50 +154,6 @@ def references(units: Iterable[ScheduledUnit]) -> tuple[weakref.ref[ScheduledUni
     return tuple(weakref.ref(unit) for unit in units)
 
 
-class ReductionQueue:
-    """Reductions under way, oldest first.
-
-    Attributes:
-        max_waiting: How many may be under way in each stage while the next unit's backward runs.
-            Each keeps one unit's gradients alive.
-    """
-
-    def __init__(self) -> None:
-        self.max_waiting = 1
-        self._inner_sums: list[Reduction] = []
-        # Reductions after their inner sum: in the sum over the outer axis, or the copy to the host.
-        self._second_stages: list[Reduction] = []
-
-    def make_room(self) -> None:
-        """Wait for the oldest reductions, which frees their inputs, before one more is packed."""
-        self.finish(self.max_waiting - 1, self.max_waiting)
-
-    def add(self, reduction: Reduction) -> None:
-        """Add a reduction that was issued, and wait for the oldest ones if there are too many."""
-        self._inner_sums.append(reduction)
-        self.finish(self.max_waiting, self.max_waiting)
-
-    def finish(self, num_inner: int = 0, num_second: int = 0) -> None:
-        """Wait for the oldest reductions, until at most these numbers are left in each stage.
-
-        All ranks wait in the same order, which is that of the collectives of the second stage.
-        """
-        while len(self._inner_sums) > num_inner:
-            # Remove it first: a user's hook on a gradient may raise after the reduction has ended.
-            reduction = self._inner_sums.pop(0)
-            reduction.reducer.advance(reduction)
-            if reduction.stage is not Stage.DONE:
-                self._second_stages.append(reduction)
-        while len(self._second_stages) > num_second:
-            reduction = self._second_stages.pop(0)
-            reduction.reducer.advance(reduction)
-
-    def clear(self) -> None:
-        """Drop all reductions; their reducers discard the sums."""
-        self._inner_sums.clear()
-        self._second_stages.clear()
-
-
 class FSDPContext:
     """The state that the units under one root share.
 
@@ -207,6 +167,7 @@ class FSDPContext:
         passes_in_backward: Passes whose backward has begun in the backward under way.
         reductions: The reductions under way.
         extra_groups: Process groups besides those of the mesh.
+        anchors: Outputs that take part in the backward although nothing may read them.
     """
 
     def __init__(self, root: ScheduledUnit, units: Iterable[ScheduledUnit]) -> None:
@@ -218,11 +179,14 @@ class FSDPContext:
         self.passes_in_backward: set[ForwardPass] = set()
         self.reductions = ReductionQueue()
         self.extra_groups = ExtraGroups()
+        self.anchors = Anchors()
         self._forward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._backward: RecordedOrder[ScheduledUnit] = RecordedOrder()
         self._whole_backward = WholeBackward(is_running=False, is_complete=True)
         # Ids of units gathered ahead that have not run: references keep a deleted model alive.
         self._ahead: set[int] = set()
+        # Units with ``reduces_unused`` whose backward has begun, in that order.
+        self._open: list[ScheduledUnit] = []
         self._exchanges: list[Pending] = []
         # The number of marks of changed main weights when histories were last rolled.
         self._num_marks_rolled = 0
@@ -279,6 +243,7 @@ class FSDPContext:
         read_environment()
         # Exchanges that only other ranks read. Waiting this late costs next to nothing.
         self._finish_exchanges()
+        self.anchors.clear()
         self._forward.start()
         self.roll_histories()
         self._join_divided()
@@ -316,6 +281,7 @@ class FSDPContext:
 
     def unshard_for_forward(self, unit: ScheduledUnit) -> None:
         """Gather a unit for its forward, and issue the gathers of those expected next."""
+        unit.outstanding.had_any = True
         root = self._root()
         # A unit that runs without the root has no place in the forward order.
         is_in_order = root is not None and root.is_at_work
@@ -349,6 +315,7 @@ class FSDPContext:
         with profiler_range("pre_backward", unit.name):
             self.begin_whole_backward()
             self.passes_in_backward.add(token.forward_pass)
+            self._end_units_after(token)
             unit.outstanding.add(token)
             # Forwards of one backward may differ in what was frozen.
             unit.freeze_as_in(token)
@@ -356,6 +323,8 @@ class FSDPContext:
             if unit.is_in_backward:
                 return
             unit.enter_backward()
+            if unit.options.reduces_unused:
+                self._open.append(unit)
             if token.is_in_order and not self._whole_backward.is_order_begun:
                 self._whole_backward.is_order_begun = True
                 self._backward.start(guess=self._forward)
@@ -402,6 +371,18 @@ class FSDPContext:
         if not unit.outstanding.has_any_of(self.passes_in_backward):
             self._end_unit(unit)
 
+    def _end_units_after(self, token: ForwardToken) -> None:
+        """End units that ran after a forward whose backward begins now.
+
+        Whether a unit's inputs need gradients, which would end it, may depend on what a rank used.
+        Without them it ends here, and on the other ranks just before: autograd visits the last
+        forwards first. In the callback at the end it would come after units that ran before it.
+        """
+        for unit in reversed(self._open):
+            if unit.is_in_backward and unit.outstanding.are_after(token, self.passes_in_backward):
+                self._end_unit(unit)
+        self._open = [unit for unit in self._open if unit.is_in_backward]
+
     @untraced_hook
     def end_backward(self) -> None:
         """End the units whose inputs needed no gradient, finish reductions, agree on usage."""
@@ -410,8 +391,9 @@ class FSDPContext:
         backward.is_running = backward.is_complete = False
         units, root = self.units, self._root()
         # All ranks end the remaining units in this order, whichever gradients arrived on them.
-        for unit in reversed(units):
+        for unit in (*reversed(self._open), *reversed(units)):
             self._end_unit(unit)
+        self._open.clear()
         # A recomputation may have run only some modules of a list: the others will not follow.
         if root is None or not root.is_at_work:
             for unit in units:
@@ -452,10 +434,12 @@ class FSDPContext:
                 if is_deferred or not options.requires_gradient_sync:
                     gradients.accumulate()
                 else:
-                    self._reduce(gradients, is_final=options.requires_all_reduce)
+                    self._reduce(gradients, options)
 
-    def _reduce(self, gradients: GradientReducer, *, is_final: bool) -> None:
+    def _reduce(self, gradients: GradientReducer, options: UnitOptions) -> None:
         """Issue a reduction, and finish older ones so that few inputs are alive."""
+        if options.reduces_unused:
+            gradients.count_unused()
         if gradients.is_reducing:
             # An earlier forward of the same unit ended in the same backward.
             self.reductions.finish()
@@ -465,7 +449,7 @@ class FSDPContext:
             self.reductions.make_room()
         self.reductions.add(
             gradients.start_reduce(
-                is_final=is_final and self.iteration.is_last_microbatch,
+                is_final=options.requires_all_reduce and self.iteration.is_last_microbatch,
                 optimizer_may_start=self.iteration.optimizer_may_start,
             )
         )
@@ -473,10 +457,16 @@ class FSDPContext:
     def _reduce_leftovers(self, units: list[ScheduledUnit]) -> None:
         """Issue reductions that waited for this backward, for units that did not run in it."""
         for unit in reversed(units):
-            is_final = unit.options.requires_all_reduce
-            for group in unit.groups if unit.options.requires_gradient_sync else ():
-                if group.gradients.is_left_over(is_final=is_final):
-                    self._reduce(group.gradients, is_final=is_final)
+            options = unit.options
+            is_final = options.requires_all_reduce
+            # As in torch, a unit that has never run has no gradients.
+            adds_zeros = is_final and options.reduces_unused and unit.outstanding.had_any
+            for group in unit.groups if options.requires_gradient_sync else ():
+                gradients = group.gradients
+                if gradients.is_left_over(is_final=is_final) or (
+                    adds_zeros and gradients.lacks_any
+                ):
+                    self._reduce(gradients, options)
 
     def _end_iteration(self) -> None:
         self._finish_exchanges()
@@ -579,6 +569,7 @@ class FSDPContext:
             self.iteration.is_unfinished, self.iteration.end = False, None
         self._whole_backward = WholeBackward(is_running=False, is_complete=True)
         self.passes_in_backward.clear()
+        self._open.clear()
         self.reductions.clear()
         for unit in self.units:
             unit.reset_after_error(keep_accumulated=not is_backward)

@@ -41,6 +41,7 @@ from megafsdp.fsdp.runtime.autograd_hooks import (
     BackwardHook,
     EndOfBackward,
     all_arrived,
+    anchored,
     cast_floating,
     map_tensors,
     on_device,
@@ -360,14 +361,14 @@ class FSDPUnit:
         is_in_order = not (self.is_list and context.is_without_root(self))
         run.token = token = ForwardToken(watched, context.forward_pass, is_in_order=is_in_order)
         token.trainable = trainable_of(self.groups)
-        if not watched:
+        if not (watched or self.options.reduces_unused):
             # Without such an input the unit's backward ends in the schedule's callback.
             return inputs
         if not _is_in_backward():
             # Not for a recomputed graph, which may never have a backward. If it has one, the hook
             # on its output counts it.
             self.outstanding.add(token)
-        replaced = iter(EndOfBackward.apply(self, token, *watched))
+        replaced = iter(EndOfBackward.apply(self, token, *watched) if watched else ())
         return map_tensors(inputs, lambda t: next(replaced) if t.requires_grad else t)
 
     # No compiled graph contains calls of the next two hooks: it has ended before the forward.
@@ -431,7 +432,7 @@ class FSDPUnit:
     def _watch_outputs(self, token: ForwardToken | None, output: Any) -> None:
         """Register hooks on a module's outputs, at which backward begins."""
         if torch.is_grad_enabled():
-            hook, tensors = BackwardHook(self, token), tensors_of(output)
+            hook, tensors = BackwardHook(self, token), anchored(self, output)
             for tensor in tensors:
                 hook.watch(tensor)
             if not tensors and not self.is_hidden:

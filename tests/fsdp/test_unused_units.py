@@ -1,0 +1,157 @@
+"""Units whose outputs some ranks, or all, do not use, with ``set_reduce_scatter_unused_params``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from megafsdp import FSDPModule, fully_shard
+from tests.fsdp.toy import assert_same_grads, assert_same_parameters, options_of_strategies
+from tests.ranks import Ranks
+
+WIDTH = 4
+
+
+class Branch(nn.Module):
+    """A residual branch, with a weight that it never uses and a frozen one."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.idle, self.frozen = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the branch's addend to x."""
+        out: Tensor = self.down(torch.tanh(self.up(self.frozen(x))))
+        return out
+
+
+class Net(nn.Module):
+    """Branches of unequal sizes, of which a batch uses some; the last is a head of its own.
+
+    Args:
+        recomputes: Whether backward computes the branches' activations again.
+    """
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.encoder, self.second = Branch(3), Branch(5)
+        self.body, self.tail = Branch(2), Branch(7)
+        self.never, self.out = Branch(1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, used: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss, and outputs that a user may read or not."""
+        run: Callable[[Branch], Tensor] = lambda branch: branch(x)  # noqa: E731
+        if self.recomputes:
+            run = lambda branch: checkpoint(branch, x, use_reentrant=False)  # noqa: E731
+        for name in ("encoder", "second", "body"):
+            addend = run(self.get_submodule(name))
+            if name in used:
+                x = x + addend
+        tail = run(self.tail)
+        return self.out(x).square().mean(), {"tail": tail.square().mean()}
+
+
+def _shard(net: Net, shard: Callable[..., Any] = fully_shard, **options: object) -> Net:
+    for name in ("encoder", "second", "body", "tail", "never"):
+        shard(net.get_submodule(name), **options)
+    net = shard(net, **options)
+    assert isinstance(net, FSDPModule | TorchFSDPModule)
+    net.set_reduce_scatter_unused_params(True)
+    return net
+
+
+def _loss(net: Net, x: Tensor, used: str, num_microbatches: int) -> Tensor:
+    loss, others = net(x, used)
+    if "tail" in used:
+        loss = loss + others["tail"]
+    # In place: what a root returns is the user's.
+    loss /= num_microbatches
+    return loss
+
+
+# What the ranks use in each microbatch; a rank beyond the list uses what the first does.
+STEPS = (
+    (("body encoder", "body"),),
+    (("body", "body tail"), ("second", "encoder body")),
+    (("", "tail second"),),
+    (("body", "body"),),
+)
+
+
+def _train(recomputes: bool) -> None:
+    torch.manual_seed(0)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for options in options_of_strategies():
+        reference = Net(recomputes=recomputes).double()
+        net = _shard(copy.deepcopy(reference), **options)
+        make = lambda n: torch.optim.AdamW(n.parameters(), lr=0.1, eps=1e-3, weight_decay=0.1)  # noqa: E731
+        optimizers = make(reference), make(net)
+        for microbatches in STEPS:
+            for by_rank in microbatches:
+                used = [by_rank[r] if r < len(by_rank) else by_rank[0] for r in range(num_ranks)]
+                inputs = torch.randn(num_ranks, 3, WIDTH, dtype=torch.float64)
+                for x, names in zip(inputs, used, strict=True):
+                    (_loss(reference, x, names, len(microbatches)) / num_ranks).backward()
+                _loss(net, inputs[rank], used[rank], len(microbatches)).backward()
+            for name, parameter in reference.named_parameters():
+                if parameter.grad is None and parameter.requires_grad and "never" not in name:
+                    parameter.grad = torch.zeros_like(parameter)
+            assert_same_grads(net, reference, rtol=1e-9, atol=1e-12)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_parameters(net, reference, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_that_use_other_units_train_as_one_process(
+    ranks: Ranks, num_ranks: int, recomputes: bool
+) -> None:
+    """Gradients in every strategy, zeros for what nobody used, steps with weight decay."""
+    ranks(num_ranks).run(_train, recomputes)
+
+
+def _train_beside_torch(recurse: bool) -> None:
+    torch.manual_seed(0)
+    theirs = Net()
+    ours = _shard(copy.deepcopy(theirs))
+    theirs = _shard(theirs, torch_fully_shard)
+    for net in (ours, theirs):
+        if not recurse:
+            net.set_reduce_scatter_unused_params(False)
+            net.encoder.set_reduce_scatter_unused_params(True, recurse=False)
+    # A unit that ran in an earlier step has zeros too; one that never ran has nothing.
+    for used in ("body encoder tail", "body", "second"):
+        x = torch.randn(3, WIDTH)
+        for net in (ours, theirs):
+            _loss(net, x, used, 1).backward()
+        shown = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+        for (name, own), their in shown:
+            assert (own.grad is None) == (their.grad is None), f"{name}, {used}"
+            if own.grad is not None:
+                torch.testing.assert_close(own.grad.full_tensor(), their.grad.full_tensor())
+        for net in (ours, theirs):
+            net.zero_grad()
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchFSDPModule, "set_reduce_scatter_unused_params"),
+    reason="torch has no such switch",
+)
+@pytest.mark.parametrize("recurse", [True, False], ids=["all", "one"])
+def test_gradients_are_those_of_fsdp2(ranks: Ranks, recurse: bool) -> None:
+    """Zeros, or None, where FSDP2 with the same switch has them; all ranks use the same units."""
+    ranks(2).run(_train_beside_torch, recurse)
