@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from megafsdp import FSDPModule, fully_shard
+from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.toy import assert_same_grads, assert_same_parameters, options_of_strategies
 from tests.ranks import Ranks
 
@@ -22,7 +23,7 @@ WIDTH = 4
 
 
 class Branch(nn.Module):
-    """A residual branch, with a weight that it never uses and a frozen one."""
+    """A residual branch, a unit with one within it, a weight that it never uses and a frozen one."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -56,18 +57,23 @@ class Net(nn.Module):
         if self.recomputes:
             run = lambda branch: checkpoint(branch, x, use_reentrant=False)  # noqa: E731
         for name in ("encoder", "second", "body"):
+            if f"no {name}" in used:
+                continue
             addend = run(self.get_submodule(name))
             if name in used:
                 x = x + addend
         tail = run(self.tail)
-        return self.out(x).square().mean(), {"tail": tail.square().mean()}
+        # Backward reads the result of exp().
+        return self.out(x).square().mean(), {"tail": tail.square().mean().exp()}
 
 
 def _shard(net: Net, shard: Callable[..., Any] = fully_shard, **options: object) -> Net:
     for name in ("encoder", "second", "body", "tail", "never"):
-        shard(net.get_submodule(name), **options)
+        branch = net.get_submodule(name)
+        shard(branch.up, **options)
+        shard(branch, **options)
     net = shard(net, **options)
-    assert isinstance(net, FSDPModule | TorchFSDPModule)
+    assert isinstance(net, (FSDPModule, TorchFSDPModule))
     net.set_reduce_scatter_unused_params(True)
     return net
 
@@ -134,7 +140,7 @@ def _train_beside_torch(recurse: bool) -> None:
             net.set_reduce_scatter_unused_params(False)
             net.encoder.set_reduce_scatter_unused_params(True, recurse=False)
     # A unit that ran in an earlier step has zeros too; one that never ran has nothing.
-    for used in ("body encoder tail", "body", "second"):
+    for used in ("body encoder tail", "body", "no encoder second"):
         x = torch.randn(3, WIDTH)
         for net in (ours, theirs):
             _loss(net, x, used, 1).backward()
@@ -155,3 +161,31 @@ def _train_beside_torch(recurse: bool) -> None:
 def test_gradients_are_those_of_fsdp2(ranks: Ranks, recurse: bool) -> None:
     """Zeros, or None, where FSDP2 with the same switch has them; all ranks use the same units."""
     ranks(2).run(_train_beside_torch, recurse)
+
+
+def _train_after_an_error() -> None:
+    reference = Net().double()
+    net = _shard(copy.deepcopy(reference))
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no head")
+
+    handle = net.out.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no head"):
+        net(x, "body")
+    handle.remove()
+    _loss(net, x, "no second body", 1).backward()
+    _loss(reference, x, "no second body", 1).backward()
+    # The second branch ran in the forward that failed.
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None and parameter.requires_grad and "never" not in name:
+            parameter.grad = torch.zeros_like(parameter)
+    assert_same_grads(net, reference, rtol=1e-9, atol=1e-12)
+    (num_waiting,) = {len(unit.outstanding._by_pass) for unit in units_below([net]).values()}
+    assert num_waiting == 0
+
+
+def test_a_forward_that_raises_leaves_no_unit_waiting(ranks: Ranks) -> None:
+    """What it ran takes no part in the next backward, beyond zeros."""
+    ranks(2).run(_train_after_an_error)

@@ -78,7 +78,5 @@ class Anchors:
 
 
 def _with_graph(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each tensor that a graph has made, once."""
     # A leaf, such as an ignored parameter, has no unit's backward behind it.
-    made = {id(each): each for each in tensors if each.requires_grad and not each.is_leaf}
-    return list(made.values())
+    return [each for each in tensors if each.requires_grad and not each.is_leaf]
