@@ -98,6 +98,8 @@ class MegatronKeywords(TypedDict, total=False):
         disable_symmetric_registration: Either value: registration is never symmetric.
         enable_fine_grained_param_gather: Refused if True.
         use_decoupled_grad: Refused if True.
+        cuda_graph_mode: Refused if True.
+        maxpool_double_buffer: Refused if True, unless ``nccl_ub`` asks for it too.
     """
 
     dp_shard_dim: str | None
@@ -132,6 +134,8 @@ class MegatronKeywords(TypedDict, total=False):
     disable_symmetric_registration: bool
     enable_fine_grained_param_gather: bool
     use_decoupled_grad: bool
+    cuda_graph_mode: bool
+    maxpool_double_buffer: bool
 
 
 @dataclass(frozen=True)
@@ -147,13 +151,14 @@ class DistributedDataParallelConfig:
         overlap_param_gather: The keyword of this name; None leaves the overlap on.
         average_in_collective: The keyword of this name.
         nccl_ub: The keyword of this name.
-        main_params_dtype: As in :class:`MixedPrecisionPolicy`; so are the next two.
-        main_grads_dtype: Accumulated gradients.
-        grad_comm_dtype: The sum of gradients over ranks.
+        megatron_fsdp_main_params_dtype: As in :class:`MixedPrecisionPolicy`; so are the next two.
+        megatron_fsdp_main_grads_dtype: Accumulated gradients.
+        megatron_fsdp_grad_comm_dtype: The sum of gradients over ranks.
         gradient_reduce_div_fusion: Either value: gradients are divided where that is cheapest.
         fsdp_all_gather_in_start_param_sync: Either value: the first forward gathers.
         disable_symmetric_registration: Either value: registration is never symmetric.
         align_param_gather: Either value: a unit is gathered when it is needed.
+        use_custom_fsdp: Either value: an earlier name of the next field.
         use_megatron_fsdp: Refused if False; all other fields are like the keywords of their names.
     """
 
@@ -162,13 +167,14 @@ class DistributedDataParallelConfig:
     overlap_param_gather: bool | None = None
     average_in_collective: bool = False
     nccl_ub: bool = False
-    main_params_dtype: torch.dtype | None = torch.float32
-    main_grads_dtype: torch.dtype | None = None
-    grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
     gradient_reduce_div_fusion: bool = True
     fsdp_all_gather_in_start_param_sync: bool = True
     disable_symmetric_registration: bool = False
     align_param_gather: bool = False
+    use_custom_fsdp: bool = False
     use_megatron_fsdp: bool = True
     use_distributed_optimizer: bool = True
     grad_reduce_in_fp32: bool | None = None
@@ -188,6 +194,10 @@ class DistributedDataParallelConfig:
     delay_wgrad_compute: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -217,7 +227,9 @@ class DistributedDataParallelConfig:
     def keywords(self) -> MegatronKeywords:
         """Return what :func:`~megafsdp.megatron.fully_shard.fully_shard_model` takes."""
         policy = MixedPrecisionPolicy(
-            self.main_params_dtype, self.main_grads_dtype, self.grad_comm_dtype
+            self.megatron_fsdp_main_params_dtype,
+            self.megatron_fsdp_main_grads_dtype,
+            self.megatron_fsdp_grad_comm_dtype,
         )
         return {
             "zero_dp_strategy": self.data_parallel_sharding_strategy,

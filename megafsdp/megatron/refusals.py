@@ -27,6 +27,15 @@ _NO_DOUBLE_BUFFER = (
     "Leave it out: torch's allocator gives the memory of one unit to the next; nccl_ub=True keeps "
     "registered memory"
 )
+_NO_DECOUPLED_GRAD = (
+    "Leave it out: .grad of the sharded parameters is the gradient, and "
+    "MixedPrecisionPolicy(main_grads_dtype=...) its dtype"
+)
+_SMALL_UNITS = "Name the smaller modules in fsdp_unit_modules: each unit is gathered by itself"
+_NO_GRAPHS = (
+    "Leave it out: hooks of units are in no graph; keep weights gathered (zero_dp_strategy=2 or "
+    "less), and capture below units, as block.compile(mode='reduce-overhead') does"
+)
 _NO_BUCKETS = "Leave it out: a unit is a bucket, so fsdp_unit_modules chooses their sizes"
 
 # The values that ask for what happens anyway, and what to do instead of the others. Keywords that
@@ -62,15 +71,10 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "fsdp_double_buffer": ((False,), _NO_DOUBLE_BUFFER),
     "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), _NO_DOUBLE_BUFFER),
-    "enable_fine_grained_param_gather": (
-        (False,),
-        "Name the smaller modules in fsdp_unit_modules: each unit is gathered by itself",
-    ),
-    "use_decoupled_grad": (
-        (False,),
-        "Leave it out: .grad of the sharded parameters is the gradient, and "
-        "MixedPrecisionPolicy(main_grads_dtype=...) its dtype",
-    ),
+    "enable_fine_grained_param_gather": ((False,), _SMALL_UNITS),
+    "use_decoupled_grad": ((False,), _NO_DECOUPLED_GRAD),
+    "cuda_graph_mode": ((False,), _NO_GRAPHS),
+    "maxpool_double_buffer": ((False,), _NO_DOUBLE_BUFFER),
     # Fields of the configuration only.
     "bucket_size": ((None,), _NO_BUCKETS),
     "suggested_communication_unit_size": (
@@ -105,6 +109,10 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         (1,),
         "Give a mesh of two axes to fully_shard_model(), and the outer one's name as dp_outer_dim",
     ),
+    "megatron_fsdp_use_decoupled_grad": ((False,), _NO_DECOUPLED_GRAD),
+    "megatron_fsdp_cuda_graph_mode": ((False,), _NO_GRAPHS),
+    "megatron_fsdp_enable_fine_grained_param_gather": ((False,), _SMALL_UNITS),
+    "megatron_fsdp_max_pool_double_buffer": ((False,), _NO_DOUBLE_BUFFER),
     "use_megatron_fsdp": (
         (True,),
         "Leave it out, or use torch's DistributedDataParallel for DDP without this engine",
@@ -115,6 +123,13 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
 }
 
+# Registered memory is several persistent buffers, so nccl_ub asks for these too.
+_DOUBLE_BUFFERS = (
+    "fsdp_double_buffer",
+    "maxpool_double_buffer",
+    "megatron_fsdp_max_pool_double_buffer",
+)
+
 # Methods of Megatron-FSDP's wrapper, and what a loop does here instead.
 METHODS: dict[str, str] = {
     "sync": "Leave it out: gradients are complete when backward returns; is_last of "
@@ -123,6 +138,8 @@ METHODS: dict[str, str] = {
     "megafsdp.microbatch(model, is_last=...)",
     "start_param_sync": "Leave it out: the next forward gathers what has changed",
     "synchronize_param_gather": "Leave it out: each unit waits for its own gather",
+    "all_gather_and_wait_parameters_ready": "Leave it out: each unit gathers when it runs, or call "
+    "unshard() of the unit",
     "start_grad_sync": "Leave it out: backward reduces gradients",
     "finish_grad_sync": "Leave it out: gradients are complete when backward returns",
     "synchronize_gradient_reduce": "Leave it out: gradients are complete when backward returns",
@@ -137,6 +154,8 @@ METHODS: dict[str, str] = {
     "get_distributed_index": "Use the mesh that was given as device_mesh",
     "mixed_precision_context": "Give mixed_precision_policy to fully_shard_model(), once for all "
     "steps",
+    "reset_mixed_precision_policy": "Give mixed_precision_policy to fully_shard_model(), once for "
+    "all steps",
     "stop_communication": "Leave it out: gradients are complete when backward returns, and gathers "
     "ahead are used by the next forward",
 }
@@ -154,6 +173,8 @@ NAMES: dict[str, str] = {
     "MegatronFSDP": "Call fully_shard_model(), which changes the model in place; "
     "isinstance(model, megafsdp.FSDPModule) finds units",
     "FSDPDistributedIndex": "Give device_mesh and the names of its axes to fully_shard_model()",
+    "experimental": "Call megafsdp.fully_shard(module, mesh=..., strategy=...) for its placements, "
+    "and megafsdp.microbatch(); optimizers need no fully_shard_optimizer()",
 }
 
 
@@ -205,8 +226,7 @@ def check_values(given: Mapping[str, object], where: str) -> None:
     """
     for name, value in given.items():
         accepted, hint = ONLY.get(name, ((value,), ""))
-        # Registered memory is several persistent buffers, so the two ask for the same thing.
-        is_implied = name == "fsdp_double_buffer" and given.get("nccl_ub")
+        is_implied = name in _DOUBLE_BUFFERS and given.get("nccl_ub")
         if value not in accepted and not is_implied:
             raise refusal(name, " or ".join(map(repr, accepted)), value, where=where, hint=hint)
 

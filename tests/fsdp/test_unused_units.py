@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ WIDTH = 4
 
 
 class Branch(nn.Module):
-    """A residual branch, a unit with one within it, a weight that it never uses and a frozen one."""
+    """A residual branch, with a weight that it never uses and a frozen one."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -172,20 +173,25 @@ def _train_after_an_error() -> None:
         raise RuntimeError("no head")
 
     handle = net.out.register_forward_pre_hook(fail)
+    anchors = net._fsdp_unit().require_context().anchors
     with pytest.raises(RuntimeError, match="no head"):
         net(x, "body")
     handle.remove()
-    _loss(net, x, "no second body", 1).backward()
+    graphs = [weakref.ref(each.grad_fn) for each in anchors._anchors]
+    assert graphs
+    loss = _loss(net, x, "no second body", 1)
+    assert [graph() for graph in graphs] == [None] * len(graphs)
+    loss.backward()
+    assert not anchors._anchors
     _loss(reference, x, "no second body", 1).backward()
     # The second branch ran in the forward that failed.
     for name, parameter in reference.named_parameters():
         if parameter.grad is None and parameter.requires_grad and "never" not in name:
             parameter.grad = torch.zeros_like(parameter)
     assert_same_grads(net, reference, rtol=1e-9, atol=1e-12)
-    (num_waiting,) = {len(unit.outstanding._by_pass) for unit in units_below([net]).values()}
-    assert num_waiting == 0
+    assert not any(unit.outstanding._by_pass for unit in units_below([net]).values())
 
 
-def test_a_forward_that_raises_leaves_no_unit_waiting(ranks: Ranks) -> None:
-    """What it ran takes no part in the next backward, beyond zeros."""
+def test_a_forward_that_raises_leaves_nothing(ranks: Ranks) -> None:
+    """Its graph is gone with the next forward, and nothing is kept after the backward."""
     ranks(2).run(_train_after_an_error)

@@ -125,6 +125,7 @@ def _cases(mesh: DeviceMesh) -> list[tuple[Keywords, Keywords]]:
         ({"calculate_per_token_loss": True}, {"average": "token"}),
         ({"overlap_param_gather": False}, {"prefetch": 0}),
         ({"nccl_ub": True, "fsdp_double_buffer": True}, {"nccl_user_buffers": True}),
+        ({"nccl_ub": True, "maxpool_double_buffer": True}, {"nccl_user_buffers": True}),
         ({"device": torch.device("cpu"), "average_in_collective": True}, {}),
         ({"preproc_state_dict_for_dcp_ckpt": False, "disable_symmetric_registration": True}, {}),
         (
@@ -132,7 +133,8 @@ def _cases(mesh: DeviceMesh) -> list[tuple[Keywords, Keywords]]:
                 data_parallel_sharding_strategy="optim_grads_params",
                 overlap_param_gather=False,
                 overlap_grad_reduce=True,
-                main_grads_dtype=torch.bfloat16,
+                megatron_fsdp_main_grads_dtype=torch.bfloat16,
+                megatron_fsdp_max_pool_double_buffer=True,
                 nccl_ub=True,
             ).keywords(),
             {

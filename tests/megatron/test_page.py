@@ -20,7 +20,7 @@ from tests.fsdp.toy import Net
 from tests.ranks import Ranks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-megatron-fsdp.md").read_text()
-# Parameters of fully_shard_model() in Megatron-FSDP's releases 0.1 to 0.7 and in its repository.
+# Parameters of fully_shard_model() in Megatron-FSDP's releases 0.1 to 0.6.1.
 THEIR_KEYWORDS = [
     "module",
     "device_mesh",
@@ -56,6 +56,8 @@ THEIR_KEYWORDS = [
     "disable_symmetric_registration",
     "enable_fine_grained_param_gather",
     "use_decoupled_grad",
+    "cuda_graph_mode",
+    "maxpool_double_buffer",
 ]
 # A value of each keyword and field that asks for something else than what happens anyway.
 OTHER_VALUES: dict[str, object] = {
