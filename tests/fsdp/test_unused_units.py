@@ -111,7 +111,9 @@ def _train(recomputes: bool) -> None:
                 inputs = torch.randn(num_ranks, 3, WIDTH, dtype=torch.float64)
                 for x, names in zip(inputs, used, strict=True):
                     (_loss(reference, x, names, len(microbatches)) / num_ranks).backward()
-                _loss(net, inputs[rank], used[rank], len(microbatches)).backward()
+                # Whether the first units' inputs need gradients differs between ranks too.
+                x = inputs[rank].requires_grad_(rank == 0)
+                _loss(net, x, used[rank], len(microbatches)).backward()
             for name, parameter in reference.named_parameters():
                 if parameter.grad is None and parameter.requires_grad and "never" not in name:
                     parameter.grad = torch.zeros_like(parameter)
