@@ -57,7 +57,7 @@ from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 from megafsdp.fsdp.weight_sync import watch_optimizer_steps
 from megafsdp.mesh.spmd import DataParallelDims, spmd_mesh_of
-from megafsdp.mesh.torch_private import ReplicatedModule
+from megafsdp.mesh.torch_private import ReplicatedModule, fully_shard_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,7 +90,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | TorchOffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     average: AverageChoice = "rank",
     prefetch: int = 1,
@@ -121,8 +121,8 @@ def fully_shard(
             divided among that many neighbouring ranks, say of one node.
         shard_placement_fn: As in torch, with a mesh for experts too; only rows are cut.
         mp_policy: Dtypes; torch's policy is accepted.
-        offload_policy: What lives on the host; torch's policy is accepted.
-        ignored_params: Parameters to leave alone: neither cut nor reduced.
+        offload_policy: What lives on the host: nothing if None; torch's policy is accepted.
+        ignored_params: Parameters to leave alone: neither cut nor reduced, nor by an outer unit.
         average: ``"rank"``: gradients are the mean over ranks. ``"token"``: their sum.
         prefetch: How many units are gathered ahead; at most ``prefetch + 1`` are unsharded.
         nccl_user_buffers: Gather into memory registered with NCCL: the size of a few units, which
@@ -163,6 +163,10 @@ def fully_shard(
     return cast(FSDPModule | list[FSDPModule] | tuple[FSDPModule, ...], module)
 
 
+# An attribute of torch's function too, by which programs ask whether a module is a unit.
+fully_shard.state = fully_shard_state  # type: ignore[attr-defined]
+
+
 def fully_shard_model(
     model: nn.Module,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
@@ -173,7 +177,7 @@ def fully_shard_model(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy | TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy | TorchOffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | TorchOffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     average: AverageChoice = "rank",
     prefetch: int = 1,
@@ -322,16 +326,16 @@ def mixed_precision_of(
     )
 
 
-def offload_of(policy: OffloadPolicy | TorchOffloadPolicy) -> OffloadPolicy:
-    """Return an offload policy of ours or torch's as ours.
+def offload_of(policy: OffloadPolicy | TorchOffloadPolicy | None) -> OffloadPolicy:
+    """Return an offload policy of ours or torch's as ours; None offloads nothing, as in torch.
 
     Raises:
-        TypeError: The value is neither.
+        TypeError: The value is none of these.
     """
     # Test torch's CPU policy first: its class is a subclass of the one that offloads nothing.
     if isinstance(policy, TorchCPUOffloadPolicy):
         return OffloadPolicy(params=True, pin_memory=policy.pin_memory)
-    if isinstance(policy, TorchOffloadPolicy):
+    if policy is None or isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
     if not isinstance(policy, OffloadPolicy):
         raise TypeError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,7 @@ from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
 from megafsdp.fsdp.policy_names import UnitNames
-from megafsdp.fsdp.runtime.guards import refuse_gradient
+from megafsdp.fsdp.runtime.guards import is_ignored_at, refuse_gradient
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
 
@@ -223,7 +223,7 @@ def _ids_of(ignored: Iterable[object]) -> set[int]:
 def find_parameters(
     modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], policy: MixedPrecisionPolicy
 ) -> list[FoundParameter]:
-    """Return the parameters below the modules that no unit owns, tied ones once, in module order.
+    """Return the parameters below the modules that no unit owns or ignores, in module order.
 
     Args:
         modules: Modules of one unit.
@@ -249,7 +249,9 @@ def find_parameters(
     for root in modules:
         for prefix, module in root.named_modules():
             for attribute, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in ignored_ids:
+                # As in torch, what an inner unit ignores is nothing to this one.
+                is_ignored = id(parameter) in ignored_ids or is_ignored_at(module, attribute)
+                if parameter is None or is_ignored:
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 group = group_of(parameter)
@@ -269,9 +271,19 @@ def find_parameters(
                     item.compute_dtype = torch.float32
                 item.is_kept_unquantized |= unquantized_names.apply(name, module)
                 item.record.owners.append((weakref.ref(module), attribute))
+    _keep_ties(modules, found)
     fp32_names.check()
     unquantized_names.check()
     return list(found.values())
+
+
+def _keep_ties(modules: Sequence[nn.Module], found: Mapping[int, FoundParameter]) -> None:
+    """Note the places where an inner unit ignores a parameter that is also found outside of it."""
+    for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for attribute, parameter in module._parameters.items():
+            item = found.get(id(parameter))
+            if item is not None and is_ignored_at(module, attribute):
+                item.record.owners.append((weakref.ref(module), attribute))
 
 
 def _found(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> FoundParameter:

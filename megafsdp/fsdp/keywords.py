@@ -28,7 +28,7 @@ class ModelKeywords(TypedDict, total=False):
     outer_strategy: OuterStrategyChoice
     reshard_after_forward: bool | int | None
     shard_placement_fn: PlacementFunction | None
-    offload_policy: OffloadPolicy | TorchOffloadPolicy
+    offload_policy: OffloadPolicy | TorchOffloadPolicy | None
     ignored_params: Iterable[nn.Parameter] | None
     average: AverageChoice
     prefetch: int

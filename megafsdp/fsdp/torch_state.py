@@ -19,6 +19,7 @@ from torch import nn
 
 from megafsdp.buffer.dtensor.cures import HINT_OF_SPLIT_BACKWARD
 from megafsdp.errors import expected
+from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.runtime.unit import FSDPUnit, unit_of, units_below
 
 
@@ -109,6 +110,11 @@ class TorchState:
     @property
     def _state_ctx(self) -> TorchState:
         return self
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """Return the policy, in which programs look up the dtype that a module computes in."""
+        return self._unit().policy
 
     @property
     def _comm_ctx(self) -> object:

@@ -250,6 +250,14 @@ def set_fully_shard_state(module: nn.Module, state: object) -> None:
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
 
 
+def fully_shard_state(module: nn.Module) -> object:
+    """Return what torch's ``fully_shard.state(module)`` returns; None for no unit.
+
+    Public: none. 2.11 to 2.15.
+    """
+    return torch_fully_shard.state(module)  # type: ignore[attr-defined]
+
+
 @functools.cache
 def check_before_torch_shards(check: Callable[[nn.Module], None]) -> None:
     """Make torch call ``check`` on each module given to its ``fully_shard`` or ``replicate``.

@@ -523,3 +523,17 @@ def _placements() -> None:
 def test_a_placement_may_count_from_the_end(ranks: Ranks) -> None:
     """As long as it is dimension 0; any other is refused, none is overlooked."""
     ranks(2).run(_placements)
+
+
+def _read_states() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plain, block = nn.Linear(2, 2), fully_shard(Block(), mp_policy=policy, offload_policy=None)
+    for function in (fully_shard, torch_fsdp.fully_shard):
+        assert function.state(plain) is None
+        assert function.state(block)._mp_policy is policy
+    assert block._get_fsdp_state()._mp_policy.param_dtype == torch.bfloat16
+
+
+def test_programs_find_out_what_is_a_unit_and_its_policy(ranks: Ranks) -> None:
+    """By the function's attribute, as torch's function has it; and without an offload policy."""
+    ranks(1).run(_read_states)

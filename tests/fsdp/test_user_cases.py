@@ -20,7 +20,13 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_sequence
 
 import megafsdp
-from megafsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megafsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    full_tensor,
+    fully_shard,
+    fully_shard_model,
+)
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.fsdp.grouping import device_type_of, find_parameters, move_buffers
 from megafsdp.fsdp.runtime.autograd_hooks import map_tensors
@@ -921,3 +927,45 @@ def _clears_alone() -> None:
 def test_a_class_may_clear_gradients_in_its_own_way(ranks: Ranks) -> None:
     """Its method without a parameter is called as it is."""
     ranks(2).run(_clears_alone)
+
+
+class Tied(nn.Module):
+    """A block that ignores two weights, of which one is tied to a layer outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.block[2].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the head's outputs."""
+        return self.head(self.block(x))
+
+
+def _ignored_within() -> None:
+    torch.manual_seed(0)
+    reference = Tied()
+    net = copy.deepcopy(reference)
+    own, tied = net.block[1].weight, net.block[2].weight
+    fully_shard(net.block, ignored_params={own, tied})
+    fully_shard(net)
+    # As in torch, an outer unit leaves alone what an inner one ignores; but a tie stays one.
+    assert net.block[1].weight is own
+    assert net.head.weight is net.block[2].weight is not tied
+    x = torch.randn(dist.get_world_size(), 3, 4)
+    reference(x).sum().backward()
+    net(x[dist.get_rank()]).sum().backward()
+    others = copy.deepcopy(reference)
+    others.zero_grad()
+    others(x[dist.get_rank()]).sum().backward()
+    torch.testing.assert_close(own.grad, others.block[1].weight.grad)
+    for name, parameter in reference.named_parameters():
+        if name != "block.1.weight":
+            found = full_tensor(net.get_parameter(name).grad) * dist.get_world_size()
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_an_outer_unit_leaves_alone_what_an_inner_one_ignores(ranks: Ranks) -> None:
+    """Its gradient is the rank's own. What the outer unit has by a tie is sharded everywhere."""
+    ranks(2).run(_ignored_within)

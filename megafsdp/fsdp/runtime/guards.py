@@ -282,6 +282,11 @@ def note_ignored(modules: Iterable[nn.Module]) -> None:
             setattr(module, _IGNORED_ATTRIBUTE, names)
 
 
+def is_ignored_at(module: nn.Module, name: str) -> bool:
+    """Return whether a unit around a module ignores the parameter that stands at this place."""
+    return name in vars(module).get(_IGNORED_ATTRIBUTE, ())
+
+
 def refuse_added(
     modules: Iterable[nn.Module], groups: Iterable[ParameterGroup], *, where: str
 ) -> None:
@@ -302,7 +307,7 @@ def refuse_added(
         for prefix, module in root.named_modules()
         for name, p in module._parameters.items()
         if p is not None and p.requires_grad and id(p) not in owned
-        if name not in vars(module).get(_IGNORED_ATTRIBUTE, ())
+        if not is_ignored_at(module, name)
     ]
     if added:
         raise RuntimeError(
