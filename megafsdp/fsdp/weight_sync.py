@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
+from megafsdp.buffer.dtensor.recut import is_cut_by_torch, recut
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.device.torch_private import end_graph, set_tracer, untraced_frame
 from megafsdp.errors import expected
@@ -151,6 +152,9 @@ class _StepHooks:
                 fully_shard_optimizer(optimizer)
                 _refuse_optimizer(optimizer, parameters)
                 _refuse_grads(optimizer)
+                _recut_states(optimizer)
+                if record is None and any(map(group_of, parameters)):
+                    optimizer.register_load_state_dict_post_hook(_recut_states)
             # A dict keeps the order, which all ranks share.
             groups = dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None)
             record = _OptimizerRecord(ids, tuple(map(weakref.ref, groups)))
@@ -212,6 +216,16 @@ def _refuse_grads(optimizer: Optimizer) -> None:
                         "other gradients for fp32 weights, or another optimizer without fused=True",
                     )
                 )
+
+
+def _recut_states(optimizer: Optimizer) -> None:
+    """Cut states that were loaded as torch cuts them like the parameters; then collective."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {}) if group_of(parameter) else {}
+            for name, value in state.items():
+                if is_cut_by_torch(value, parameter):
+                    state[name] = recut(value, parameter)
 
 
 def _why_graphs_end() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megafsdp.errors import expected
@@ -33,6 +33,20 @@ def shard_axes(placements: Sequence[Placement], num_model_axes: int) -> list[int
     """Return the data axes that divide a main weight's rows: the last one, all, or none."""
     data = placements[: len(placements) - num_model_axes]
     return [axis for axis, placement in enumerate(data) if cut_dim(placement) is not None]
+
+
+def whole_of(tensor: DTensor) -> torch.Tensor:
+    """Return the whole of a tensor that torch has cut; collective."""
+    placements = list(tensor.placements)
+    # With strided shards rows come together in another order, which torch handles.
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        return tensor.full_tensor()
+    # Gather axis by axis: if the mesh was flattened, torch 2.13 would gather both axes at once and
+    # leave the padding of uneven chunks in the result.
+    for axis in reversed(range(len(placements))):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def main_weight_placements(

@@ -53,7 +53,7 @@ from megafsdp.device.torch_private import (
     wrapper_like,
 )
 from megafsdp.errors import expected
-from megafsdp.mesh.dtensor import main_weight_placements, shard_axes
+from megafsdp.mesh.dtensor import main_weight_placements, shard_axes, whole_of
 from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_dtensor, spec_of
 
 Self = TypeVar("Self", bound="RowShardedDTensor")
@@ -453,7 +453,8 @@ def _cut_whole_operands(
 ) -> tuple[Any, ...]:
     """Return the arguments, replacing those that every rank has whole by this rank's rows.
 
-    Autograd expands the gradient of a statistic to a replicated DTensor of the whole shape.
+    Autograd expands the gradient of a statistic to a replicated DTensor of the whole shape. The
+    source of a copy may also be cut by torch: ``copy_()`` is then collective over its mesh.
     """
     if not any(type(arg) is DTensor and arg.ndim for arg in args):
         return args
@@ -464,13 +465,14 @@ def _cut_whole_operands(
         return args
     like = _uneven_leaves(args, kwargs)[0]
     layout = like._uneven_layout
+    is_copy = getattr(func, "__name__", "").split(".")[0] == "copy_"
 
     def cut(arg: object) -> object:
         if type(arg) is not DTensor or tuple(arg.shape) != layout.shape:
             return arg
-        if not all(p.is_replicate() for p in arg.placements):
+        if not all(p.is_replicate() for p in arg.placements) and not is_copy:
             return arg
-        return type(like).wrap(layout.rows_of(local_of(arg)), spec_of(like), layout)
+        return type(like).wrap(layout.rows_of(whole_of(arg)), spec_of(like), layout)
 
     return tuple(map(cut, args))
 

@@ -21,7 +21,7 @@ from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -31,6 +31,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
+from megafsdp.buffer.dtensor.recut import recut
 from megafsdp.buffer.dtensor.uneven import ReplicatedParameter, UnevenDTensor, wrap_like
 from megafsdp.device.torch_private import func_transforms, is_forward_mode
 from megafsdp.errors import expected
@@ -43,7 +44,7 @@ from megafsdp.fsdp.params.meta import (
     quote,
 )
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
-from megafsdp.mesh.torch_private import StridedShard, local_of
+from megafsdp.mesh.torch_private import local_of
 
 _IGNORED_ATTRIBUTE = "_megafsdp_ignored"
 # Transforms that need no hooks where no graph is built.
@@ -453,13 +454,7 @@ def _before_load_state_dict(
         if not isinstance(given, DTensor) or given.shape != parameter.shape:
             refuse_full_state(f"load_state_dict() of '{prefix}{name}'")
         # This tensor is cut as by distribute_tensor() or FSDP2. All ranks load it, so all gather.
-        full = _gathered(given)
-        if not isinstance(parameter, UnevenDTensor):
-            state[f"{prefix}{name}"] = wrap_like(parameter, full)
-            continue
-        rows = parameter.like(torch.empty_like(local_of(parameter), dtype=given.dtype))
-        rows.copy_from_full_(full)
-        state[f"{prefix}{name}"] = rows
+        state[f"{prefix}{name}"] = recut(given, parameter)
     # torch copies into the tensors after this hook: on the meta device values would be lost.
     give_memory_to_meta_tensors(
         module, device_of(unit.groups), is_wanted=lambda name: f"{prefix}{name}" in state
@@ -486,20 +481,6 @@ def _is_on_another_mesh(given: object, parameter: torch.Tensor) -> bool:
     if isinstance(parameter, UnevenDTensor) or not isinstance(parameter, DTensor):
         return False
     return isinstance(given, DTensor) and given.device_mesh != parameter.device_mesh
-
-
-def _gathered(tensor: DTensor) -> torch.Tensor:
-    """Return the whole of a tensor that torch has cut; collective."""
-    placements = list(tensor.placements)
-    # With strided shards rows come together in another order, which torch handles.
-    if any(isinstance(placement, StridedShard) for placement in placements):
-        return tensor.full_tensor()
-    # Gather axis by axis: if the mesh was flattened, torch 2.13 would gather both axes at once and
-    # leave the padding of uneven chunks in the result.
-    for axis in reversed(range(len(placements))):
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
 
 
 def _after_load_state_dict(unit: GuardedUnit, *unused: object) -> None:

@@ -51,6 +51,7 @@ from megafsdp.optimizer.states.loading import (
     check_loaded_states,
     fill_options,
     packed_parameters,
+    with_own_cuts,
 )
 from megafsdp.optimizer.states.quantized import encode_quantized, update_main_weight
 from megafsdp.optimizer.states.store import OF_WEIGHTS, STATES, StateStore
@@ -468,11 +469,11 @@ class FusedAdam(Optimizer):
 
         Args:
             state_dict: Its moments are DTensors like the parameters, or plain tensors of this
-                rank's rows.
+                rank's rows. DTensors that torch has cut make the call collective.
 
         Raises:
             ValueError: Its groups, options, states or shapes do not fit this optimizer.
-            NotImplementedError: A state of a sharded parameter is whole, or torch has sharded it.
+            NotImplementedError: A DTensor has another shape than its parameter.
         """
         packed = state_dict
 
@@ -480,7 +481,7 @@ class FusedAdam(Optimizer):
         # those of the host. As the last pre-hook, this one sees what other hooks have made.
         def set_states_aside(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal packed
-            packed = loaded
+            packed = with_own_cuts(loaded, self.param_groups)
             check_loaded_states(packed, self.param_groups, self.canonical_names)
             check_loaded_decay(packed["param_groups"], adam_w_mode=self.adam_w_mode)
             return packed | {"state": {}}

@@ -34,7 +34,7 @@ from megafsdp.optimizer.muon.matrices import (
     ranks_that_divide,
 )
 from megafsdp.optimizer.muon.newton_schulz import MUON_COEFFICIENTS, Coefficients, lr_ratio
-from megafsdp.optimizer.states.loading import check_loaded_states, fill_options
+from megafsdp.optimizer.states.loading import check_loaded_states, fill_options, with_own_cuts
 
 _LABEL = "muon"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -148,18 +148,20 @@ class Muon(Optimizer):
 
         Args:
             state_dict: Its states are DTensors like the parameters, or plain tensors of this
-                rank's rows.
+                rank's rows. DTensors that torch has cut make the call collective.
 
         Raises:
             ValueError: Its groups, states or shapes do not fit this optimizer.
-            NotImplementedError: A state of a sharded parameter is whole, or torch has sharded it.
+            NotImplementedError: A DTensor has another shape than its parameter.
         """
 
         # Runs after other hooks, which may replace what is loaded.
-        def check(_: Optimizer, packed: dict[str, Any]) -> None:
+        def recut_and_check(_: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+            packed = with_own_cuts(packed, self.param_groups)
             check_loaded_states(packed, self.param_groups, lambda _: ("step", *_STATES))
+            return packed
 
-        with self.register_load_state_dict_pre_hook(check):
+        with self.register_load_state_dict_pre_hook(recut_and_check):
             super().load_state_dict(state_dict)
         # torch.optim.Muon has fewer options, and its states may be plain tensors, ours DTensors.
         fill_options(self.param_groups, self.defaults)

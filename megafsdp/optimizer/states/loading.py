@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
+from megafsdp.buffer.dtensor.recut import is_cut_by_torch, recut
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.errors import expected
 
@@ -28,6 +29,21 @@ def packed_parameters(
         yield from zip(group["params"], own["params"], strict=False)
 
 
+def with_own_cuts(
+    packed: dict[str, Any], param_groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a state dict whose states are cut as the parameters are, not as torch cuts.
+
+    Collective if a state is cut by torch, as by ``distribute_tensor()``.
+    """
+    states = dict(packed["state"])
+    for index, parameter in packed_parameters(packed, param_groups):
+        for name, value in states.get(index, {}).items():
+            if is_cut_by_torch(value, parameter):
+                states[index] = states[index] | {name: recut(value, parameter)}
+    return packed | {"state": states}
+
+
 def check_loaded_states(
     packed: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
@@ -41,7 +57,7 @@ def check_loaded_states(
         names_of: Returns the names of the states that it can use for a parameter; None means any.
 
     Raises:
-        NotImplementedError: A state is whole, or torch has sharded it.
+        NotImplementedError: A state has another shape, or torch has sharded it.
         ValueError: A plain state does not have the shape of this rank's rows; or the state dict has
             an option or a state that is not supported here.
     """

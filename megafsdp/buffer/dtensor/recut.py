@@ -1,0 +1,37 @@
+"""Cut tensors that torch has cut by ``torch.chunk`` as a sharded parameter is cut.
+
+``distribute_tensor(full, parameter.device_mesh, parameter.placements)`` makes such tensors, and so
+does FSDP2: the placements are equal, the rows are not. They may be loaded wherever a tensor is
+given for a parameter or for a state of an optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafsdp.buffer.dtensor.op_rules import is_cut_alike
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
+from megafsdp.mesh.dtensor import whole_of
+
+
+def is_cut_by_torch(value: object, like: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor of a sharded tensor's shape, cut in another way."""
+    is_same_shape = isinstance(value, DTensor) and value.shape == like.shape
+    return is_same_shape and bool(like.ndim) and not is_cut_alike(value, like)
+
+
+@torch.no_grad()
+def recut(value: DTensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of torch's cuts, cut like a parameter; collective over the value's mesh.
+
+    Args:
+        value: A DTensor of the parameter's shape, without padding.
+        like: A sharded or replicated parameter, whose mesh and layout the result has.
+    """
+    full = whole_of(value)
+    if isinstance(like, UnevenDTensor):
+        full = like.uneven_layout.rows_of(full)
+    return wrap_like(like, full)
