@@ -24,7 +24,12 @@ from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer as check_optimizer
 from megafsdp.fsdp.weight_sync import optimizers_follow
-from megafsdp.megatron.keywords import MegatronKeywords, MixedPrecisionPolicy
+from megafsdp.megatron.keywords import (
+    DEFAULTS,
+    MegatronKeywords,
+    MixedPrecisionPolicy,
+    show_keywords,
+)
 from megafsdp.megatron.refusals import check_names, check_values, refuse_methods
 from megafsdp.mesh.annotation import annotate, annotation_of
 from megafsdp.optimizer.states.beginning import make_states
@@ -37,6 +42,7 @@ _LOGGER = logging.getLogger("megafsdp.megatron")
 _GROUPS = ("hybrid_fsdp_group", "hybrid_fsdp_expt_group")
 
 
+@show_keywords
 def fully_shard_model(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -61,26 +67,27 @@ def fully_shard_model(
     where = "fully_shard_model() of megafsdp.megatron"
     check_names(keywords, MegatronKeywords.__annotations__, where)
     check_values(keywords, where)
+    keywords = {**DEFAULTS, **keywords}
     mesh, expert_mesh = _meshes(device_mesh, keywords)
-    policy = _policy_of(keywords.get("mixed_precision_policy", MixedPrecisionPolicy()), module)
-    outer = keywords.get("outer_dp_sharding_strategy", 0)
+    policy = _policy_of(keywords["mixed_precision_policy"], module)
+    outer = keywords["outer_dp_sharding_strategy"]
     options: dict[str, Any] = {
         "mesh": mesh,
         "expert_mesh": expert_mesh,
         "mp_policy": policy,
-        "strategy": keywords.get("zero_dp_strategy", 3),
+        "strategy": keywords["zero_dp_strategy"],
         "outer_strategy": {0: "no_shard", 1: "optim"}.get(cast(int, outer), outer),
-        "average": "token" if keywords.get("calculate_per_token_loss") else "rank",
-        "prefetch": int(keywords.get("overlap_param_gather", True)),
-        "nccl_user_buffers": keywords.get("nccl_ub", False),
+        "average": "token" if keywords["calculate_per_token_loss"] else "rank",
+        "prefetch": int(keywords["overlap_param_gather"]),
+        "nccl_user_buffers": keywords["nccl_ub"],
     }
     _prepare(module, device_mesh, keywords)
-    units = keywords.get("fsdp_unit_modules")
+    units = keywords["fsdp_unit_modules"]
     if units:
         shard_units(module, units, **options)
     else:
         shard_unit(module, **options)
-    if keywords.get("init_model_with_meta_device"):
+    if keywords["init_model_with_meta_device"]:
         materialize(module)
     refuse_methods(module)
     return cast(FSDPModule, module)
@@ -120,6 +127,7 @@ def fully_shard_optimizer(
     return optimizer
 
 
+@show_keywords
 def fully_shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -144,7 +152,8 @@ def fully_shard(
     """
     with optimizers_follow(module, [optimizer]):
         model = fully_shard_model(module, device_mesh, **keywords)
-    prepares = keywords.get("preproc_state_dict_for_dcp_ckpt", True)
+    keywords = {**DEFAULTS, **keywords}
+    prepares = keywords["preproc_state_dict_for_dcp_ckpt"]
     return model, fully_shard_optimizer(optimizer, prepares)
 
 

@@ -5,10 +5,11 @@ Values only; :mod:`megafsdp.megatron.fully_shard` translates them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
 from megafsdp.fsdp.params.policy import Strategy
-from megafsdp.megatron.refusals import check_values, refusal
+from megafsdp.megatron.refusals import ONLY, check_values, refusal
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardingStrategy(IntEnum):
@@ -136,6 +139,43 @@ class MegatronKeywords(TypedDict, total=False):
     use_decoupled_grad: bool
     cuda_graph_mode: bool
     maxpool_double_buffer: bool
+
+
+# What keywords mean that are left out; the other keywords have one value, which refusals.py has.
+DEFAULTS: MegatronKeywords = {
+    "dp_shard_dim": None,
+    "dp_outer_dim": None,
+    "tp_dim": None,
+    "hybrid_fsdp_group": None,
+    "hybrid_fsdp_expt_group": None,
+    "expt_device_mesh": None,
+    "fsdp_unit_modules": None,
+    "zero_dp_strategy": 3,
+    "outer_dp_sharding_strategy": 0,
+    "device": None,
+    "init_model_with_meta_device": False,
+    "mixed_precision_policy": MixedPrecisionPolicy(),
+    "overlap_param_gather": True,
+    "preproc_state_dict_for_dcp_ckpt": True,
+    "average_in_collective": False,
+    "calculate_per_token_loss": False,
+    "nccl_ub": False,
+    "disable_symmetric_registration": False,
+}
+
+
+def show_keywords(function: F) -> F:
+    """Let ``inspect.signature()`` of a function list all keywords, which programs look up there."""
+    signature = inspect.signature(function)
+    names = MegatronKeywords.__annotations__
+    accepted = {name: ONLY[name][0][0] for name in names if name in ONLY}
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in ({**DEFAULTS} | accepted).items()
+    ]
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=own + keywords)  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)

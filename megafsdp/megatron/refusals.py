@@ -160,6 +160,9 @@ METHODS: dict[str, str] = {
     "ahead are used by the next forward",
 }
 
+# A method of the wrapper that programs call after sharding, and which has nothing to do here.
+NEEDLESS = "_replace_param_with_distributed_if_needed"
+
 # Attributes of Megatron-FSDP's wrapper that loops set.
 ATTRIBUTES: dict[str, str] = {
     "is_last_microbatch": "Leave it out, and run each microbatch within "
@@ -255,7 +258,8 @@ def _class_with(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         name: _refused_method(name) if name in METHODS else _refused_attribute(name)
         for name in names
     }
-    return type(cls.__name__, (cls,), refused | {"__doc__": cls.__doc__})
+    needless = {NEEDLESS: lambda self: None}  # Parameters at rest are always sharded ones.
+    return type(cls.__name__, (cls,), needless | refused | {"__doc__": cls.__doc__})
 
 
 def _refused_method(name: str) -> Callable[..., NoReturn]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from dataclasses import fields
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp import full_state_dict, megatron
-from megafsdp.megatron.refusals import ATTRIBUTES, METHODS, NAMES, ONLY
+from megafsdp.megatron.refusals import ATTRIBUTES, METHODS, NAMES, NEEDLESS, ONLY
 from tests.end_to_end.test_readme import python_blocks
 from tests.fsdp.toy import Net
 from tests.ranks import Ranks
@@ -103,6 +104,20 @@ def test_the_tables_have_a_row_for_every_keyword_field_method_and_name() -> None
     assert names == {name: [hint] for name, hint in NAMES.items()}
 
 
+def test_programs_that_look_up_keywords_find_all_of_them() -> None:
+    """In the signatures, with what each means that is left out."""
+    for function, own in (
+        (megatron.fully_shard_model, ["module", "device_mesh"]),
+        (megatron.fully_shard, ["module", "optimizer", "device_mesh"]),
+    ):
+        parameters = inspect.signature(function).parameters
+        assert [*parameters][: len(own)] == own
+        assert set(parameters) == {*THEIR_KEYWORDS, *own}
+        for name, (accepted, _) in ONLY.items():
+            assert name not in parameters or parameters[name].default in accepted
+        assert parameters["zero_dp_strategy"].default == 3
+
+
 @pytest.mark.parametrize("name", [n for n in ONLY if n in THEIR_KEYWORDS])
 def test_a_keyword_that_asks_for_more_is_refused_by_name(name: str) -> None:
     """The error says what to do; the values of the table are no reason for one."""
@@ -177,6 +192,8 @@ def _methods() -> dict[str, str]:
         megatron.fully_shard_optimizer(model, torch.optim.Adam(model.parameters()))
     with pytest.raises(NotImplementedError) as caught:
         megatron.fully_shard_model(nn.Linear(4, 4)).sync()
+    # It shows sharded parameters, which a model at rest shows anyway.
+    assert getattr(model, NEEDLESS)() is None
     return errors | {"sync": str(caught.value)}
 
 
