@@ -23,6 +23,7 @@ from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.meta import device_of, give_memory_to_meta_tensors, require_initialized
 from megafsdp.fsdp.params.model_parts import model_part_of
 from megafsdp.fsdp.runtime.guards import refuse_replaced, refuse_summoned
+from megafsdp.fsdp.runtime.root import refuse_parts_of_ranks
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.torch_state import mark_managed
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
@@ -48,7 +49,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         RuntimeError: A tensor has no values because it came on the meta device, or
             ``summon_full_params`` shows compute weights that are not the main weights.
+        ValueError: A unit is on some ranks of its root only, so that others have other values.
     """
+    refuse_parts_of_ranks(model, "full_state_dict()")
     require_initialized([model], where="full_state_dict()")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     full: dict[int, torch.Tensor] = {}

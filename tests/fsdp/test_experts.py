@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megafsdp import (
     ParallelDims,
+    checkpoint,
+    clip_grad_norm_,
     full_state_dict,
     full_tensor,
     fully_shard,
@@ -16,6 +25,7 @@ from megafsdp import (
     materialize,
 )
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.errors import CheckpointError
 from megafsdp.mesh.annotation import ExpertRange, annotate
 from tests.fsdp.mixture import NUM_TOKENS, WIDTH, Net, backwards, cut, pair, shard
 from tests.fsdp.toy import adamw
@@ -196,3 +206,68 @@ def _wrong_expert_ranks() -> None:
 def test_units_with_experts_over_other_ranks_are_refused(ranks: Ranks) -> None:
     """Each kind of parameter has one mesh under one root."""
     ranks(4).run(_wrong_expert_ranks)
+
+
+class Stacked(nn.Module):
+    """A module with the stack alone, which becomes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs, added up, through tanh."""
+        return torch.tanh(torch.einsum("ti,eij->tj", x, self.stack))
+
+
+def _plain_parts(shard: Callable[..., Any], directory: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    whole = mesh._flatten("whole")
+    torch.manual_seed(0)
+    net = nn.Sequential(Stacked(), nn.Linear(WIDTH, WIDTH), Stacked(), nn.Linear(WIDTH, WIDTH))
+    torch.manual_seed(mesh.get_local_rank("ep"))
+    for index in (0, 2):
+        nn.init.normal_(net[index].stack)
+        shard(net[index], mesh=mesh["dp"])
+    shard(net, mesh=whole)
+    optimizer = adamw(net)
+    torch.manual_seed(dist.get_rank())
+    found = {}
+    for step in range(2):
+        net(torch.randn(5, WIDTH)).square().mean().backward()
+        for name, parameter in net.named_parameters():
+            found[f"{name}.grad.{step}"] = parameter.grad.full_tensor()
+        optimizer.step()
+        if step == 0:
+            optimizer.zero_grad()
+    found |= {name: p.full_tensor().detach() for name, p in net.named_parameters()}
+    if shard is fully_shard:
+        _refuse_wholes(net, directory)
+        stacks = [p for name, p in net.named_parameters() if "stack" in name]
+        norm = clip_grad_norm_(stacks, math.inf)
+        squares = [found[f"{index}.stack.grad.1"].square().sum() for index in (0, 2)]
+        torch.testing.assert_close(norm, sum(squares).sqrt())
+    return found
+
+
+def _refuse_wholes(net: nn.Module, directory: str) -> None:
+    words = r"ranks \[0, 1, 2, 3\].*ranks \[(0, 1|2, 3)\]"
+    calls = (
+        lambda: clip_grad_norm_(net, 1.0),
+        lambda: full_state_dict(net),
+        lambda: checkpoint.save(directory, model=net, step=1),
+    )
+    for call in calls:
+        with pytest.raises((ValueError, CheckpointError), match=words):
+            call()
+
+
+def test_units_of_plain_parts_train_as_under_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
+    """A unit on some ranks of its root; what needs the whole of it is refused on all ranks."""
+    ours = ranks(4).run(_plain_parts, fully_shard, str(tmp_path))
+    theirs = ranks(4).run(_plain_parts, torch_fully_shard, str(tmp_path))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ours[0]["0.stack"], ours[2]["0.stack"])

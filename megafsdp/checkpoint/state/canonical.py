@@ -24,6 +24,7 @@ from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewh
 from megafsdp.checkpoint.state.fused import StoredForm, part_names, stored_form
 from megafsdp.device.torch_private import non_persistent_buffers
 from megafsdp.errors import CheckpointError, expected
+from megafsdp.fsdp.runtime.root import refuse_parts_of_ranks
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import FusedParts, annotation_of
 from megafsdp.optimizer.states.quantized import main_weight_of
@@ -358,6 +359,7 @@ def _require_new(key: str, state: CanonicalState) -> None:
 
 
 def _require_at_rest(model: nn.Module) -> None:
+    refuse_parts_of_ranks(model, "a checkpoint")
     shown = {id(parameter) for parameter in model.parameters()}
     for name, unit in units_below([model]).items():
         if any(id(p.unsharded) in shown for group in unit.groups for p in group.parameters):

@@ -26,6 +26,7 @@ from megafsdp.fsdp.runtime.guards import refuse_added, refuse_replaced, registra
 from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.runtime.slabs import share_slabs
+from megafsdp.mesh.annotation import annotation_of
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
@@ -188,10 +189,10 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
     """Check the groups of all units under one root, by FQN; one small collective.
 
     Raises:
-        ValueError: Units are divided over different ranks, or the ranks do not agree on layouts,
-            dtypes or recipes.
+        ValueError: A unit is divided over ranks that the root has not, or the ranks do not agree on
+            layouts, dtypes or recipes.
     """
-    _check_same_ranks(groups_of_units)
+    _check_ranks(groups_of_units)
     groups = [(name, g) for name, members in groups_of_units.items() for g in members]
     # One exchange for each set of ranks: experts may have other ranks than the rest of a unit.
     for everyone in dict.fromkeys(group.axes.everyone for _, group in groups):
@@ -204,24 +205,55 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
         )
 
 
-def _check_same_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
+def _check_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
     # Experts may have their own mesh: compare experts and other parameters separately.
-    first: dict[bool, tuple[str, list[int]]] = {}
+    outermost: dict[bool, tuple[str, set[int]]] = {}
     for name, members in groups_of_units.items():
         for is_expert in (False, True):
             # Groups of one unit may have different ranks: compare the union.
             axes = [group.axes for group in members if group.axes.is_expert is is_expert]
             of_groups = [dist.get_process_group_ranks(a.all_ranks) for a in axes]
-            ranks = sorted({rank for of_group in of_groups for rank in of_group})
-            if not ranks:
-                continue
-            known = first.setdefault(is_expert, (name, ranks))
-            if ranks != known[1]:
+            ranks = {rank for of_group in of_groups for rank in of_group}
+            known = outermost.setdefault(is_expert, (name, ranks)) if ranks else (name, ranks)
+            # Plain parameters on fewer ranks are parts that each set of ranks has of its own, as in
+            # torch. On other ranks they would wait for some that do not run the root.
+            if ranks != known[1] and (is_expert or not ranks < known[1]):
                 raise ValueError(
                     expected(
-                        f"one mesh under one root: ranks {known[1]} as of unit '{known[0]}'",
-                        f"ranks {ranks} of unit '{name}'",
+                        f"ranks among those of the root, {sorted(known[1])} as of unit "
+                        f"'{known[0]}'",
+                        f"ranks {sorted(ranks)} of unit '{name}'",
                         where="the first forward",
-                        hint="Give fully_shard() the same mesh and expert_mesh for all units",
+                        hint="Give fully_shard() the same mesh and expert_mesh for all units; only "
+                        "parameters that differ between ranks are on a part of it",
+                    )
+                )
+
+
+def refuse_parts_of_ranks(model: nn.Module, where: str) -> None:
+    """Raise if ranks have different parameters under one name, in a unit on fewer than the root's.
+
+    Only their user knows how such parts make up a whole, since the parameters are plain tensors.
+
+    Raises:
+        ValueError: A unit is on some of the outermost unit's ranks; on all ranks.
+    """
+    whole: set[int] = set()
+    for name, unit in attached_units([model]).items():
+        for group in unit.groups:
+            # With the ranks of a model axis, which says what part each has.
+            ranks = set(dist.get_process_group_ranks(group.axes.everyone))
+            whole = whole or ranks
+            # What experts other ranks have is known if a layer has declared it.
+            declared = [annotation_of(p.sharded).experts for p in group.parameters]
+            if ranks < whole and not group.axes.is_expert and None in declared:
+                raise ValueError(
+                    expected(
+                        f"parameters that ranks {sorted(whole)} have in common",
+                        f"those of unit '{name}' on ranks {sorted(ranks)}, which differ elsewhere",
+                        where=where,
+                        hint="Make them DTensors over the axis that tells them apart, before "
+                        "fully_shard(), as distribute_tensor() or megafsdp.parallel does; or "
+                        "save and gather that unit's parameters yourself",
                     )
                 )

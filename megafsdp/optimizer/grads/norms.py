@@ -123,7 +123,8 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.T
         A 0-dim fp32 tensor, equal on all ranks.
 
     Raises:
-        ValueError: ``norm_type`` is not positive.
+        ValueError: ``norm_type`` is not positive; or some gradients are divided among fewer ranks
+            than others, so that each rank would leave some out.
     """
     return norms_of_parts([parts_of(grads)], norm_type, device_of(grads))[0]
 
@@ -298,6 +299,7 @@ class _Ways:
             if way.group is not None:
                 ranks = frozenset(dist.get_process_group_ranks(way.group))
                 by_key[key] = way._replace(group=groups.setdefault(ranks, way.group))
+        _refuse_parts_of_ranks(groups)
         # If some gradients are divided, count replicated ones on one rank: ranks that each summed
         # them locally could differ in the last bit.
         group = next(iter(groups.values()), None)
@@ -323,6 +325,26 @@ class _Ways:
     def of(self, grad: torch.Tensor) -> _Way:
         way = self._by_id.get(id(grad))
         return self._by_key[self._key(grad)] if way is None else way
+
+
+def _refuse_parts_of_ranks(groups: Iterable[frozenset[int]]) -> None:
+    """Raise if some gradients are divided among fewer ranks than others.
+
+    Ranks have other parameters then, and each would see only its own in the norm. One of another
+    part of the model, such as a stage of a pipeline, is on other ranks altogether.
+    """
+    for few, many in itertools.permutations(groups, 2):
+        if few < many:
+            raise ValueError(
+                expected(
+                    f"gradients divided among ranks {sorted(many)}",
+                    f"some of a unit on ranks {sorted(few)}, where other ranks have others",
+                    where="the norm of gradients",
+                    hint="Make those parameters DTensors over the axis that tells them apart, "
+                    "before fully_shard(); or take total_norm() of each kind, add up squares over "
+                    "that axis, and scale gradients by clip_grads_with_norm_()",
+                )
+            )
 
 
 def _way_of(grad: DTensor) -> _Way:
