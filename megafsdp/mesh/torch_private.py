@@ -121,6 +121,47 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def exchange_forms(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange the classes, local tensors and specs of two DTensors; attributes stay.
+
+    Public: ``torch.utils.swap_tensors``, which swaps all else too. 2.11 to 2.15.
+    """
+    _exchange(first, second, ("__class__", "_local_tensor", "_spec"))
+
+
+def _exchange(first: Any, second: Any, names: tuple[str, ...]) -> None:
+    """Exchange attributes of two tensors. Public: none. 2.11 to 2.15."""
+    for name in names:
+        if hasattr(first, name):
+            of_first = getattr(first, name)
+            setattr(first, name, getattr(second, name))
+            setattr(second, name, of_first)
+
+
+@functools.cache
+def call_after_swaps(settle: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Make ``torch.utils.swap_tensors`` end with a call of ``settle`` on its two tensors.
+
+    Installed once per process and function. If ``settle`` raises, the swap is undone; it must have
+    changed nothing then. Public: none; the function that is wrapped has no other caller, and finds
+    also those who imported ``swap_tensors`` before. 2.11 to 2.15.
+    """
+    swap = torch._C._swap_tensor_impl
+
+    @functools.wraps(swap)
+    def swap_and_settle(first: torch.Tensor, second: torch.Tensor) -> None:
+        # swap_tensors() has swapped classes, attributes and slots before this call.
+        swap(first, second)
+        try:
+            settle(first, second)
+        except BaseException:
+            _exchange(first, second, ("_local_tensor", "_spec", "__class__", "__dict__"))
+            swap(first, second)
+            raise
+
+    torch._C._swap_tensor_impl = swap_and_settle  # type: ignore[assignment]
+
+
 def wrap_part(
     local: torch.Tensor,
     mesh: DeviceMesh,

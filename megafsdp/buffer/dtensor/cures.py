@@ -43,6 +43,12 @@ _OPERATIONS: dict[str, str] = {
     "megafsdp.mark_main_weights_changed(module)",
     "assignment": "Assign it before fully_shard(); later write values, by parameter.copy_() under "
     "torch.no_grad(), load_state_dict() or megafsdp.load_full_state_dict()",
+    "swap": "Swap it with a tensor made from it, such as torch.empty_like(parameter), or write "
+    "values by parameter.copy_() under torch.no_grad()",
+    "swap of a full parameter": "Call reshard() or leave summon_full_params() first, and swap the "
+    "sharded parameter",
+    "swap of a local parameter": "Write into it under torch.no_grad(), or swap the model's own "
+    "parameters",
     "parametrization": _BEFORE,
     "tie": "Tie parameters before fully_shard(), and give their modules to one unit",
     "register_hook": "Call register_post_accumulate_grad_hook() and read or change .grad in it",

@@ -373,8 +373,9 @@ def rule_function(
     operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
     is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
     is_list = name.startswith(_LIST_PREFIXES)
-    # Functions of torch.nn.init come here as a whole; their operators then come one by one.
-    if getattr(func, "__module__", "") == nn.init.__name__:
+    # Functions of torch.nn.init, and loads that swap parameters, come here as a whole; their
+    # operators then come one by one.
+    if name == "module_load" or getattr(func, "__module__", "") == nn.init.__name__:
         return _run_on_stand_ins(func, args, kwargs)
     is_statistic = name in STATISTICS
     with without_torch_function():

@@ -9,7 +9,8 @@ import torch
 
 from megafsdp.device.torch_private import version_of
 
-_ATTRIBUTE = "_megafsdp_unwritten"
+# The name of the mark.
+UNWRITTEN = "_megafsdp_unwritten"
 
 
 def mark_unwritten(tensor: torch.Tensor, *, is_meta: bool = False) -> None:
@@ -19,17 +20,17 @@ def mark_unwritten(tensor: torch.Tensor, *, is_meta: bool = False) -> None:
         tensor: Any tensor; a write to another tensor over its memory may not count.
         is_meta: Whether users see a meta tensor until ``to_empty()`` or a write.
     """
-    setattr(tensor, _ATTRIBUTE, (version_of(tensor), is_meta))
+    setattr(tensor, UNWRITTEN, (version_of(tensor), is_meta))
 
 
 def mark_written(tensor: torch.Tensor) -> None:
     """Note that a tensor has values although no write to it was counted; local."""
-    vars(tensor).pop(_ATTRIBUTE, None)
+    vars(tensor).pop(UNWRITTEN, None)
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was marked and not written since."""
-    mark = getattr(tensor, _ATTRIBUTE, None)
+    mark = getattr(tensor, UNWRITTEN, None)
     return mark is not None and bool(mark[0] == version_of(tensor))
 
 
@@ -38,4 +39,4 @@ def is_shown_as_meta(tensor: torch.Tensor) -> bool:
     # Ask torch.Tensor: is_meta of the tensor's own class would call this function again.
     if torch.Tensor.is_meta.__get__(tensor):  # type: ignore[attr-defined]
         return True
-    return is_unwritten(tensor) and bool(getattr(tensor, _ATTRIBUTE)[1])
+    return is_unwritten(tensor) and bool(getattr(tensor, UNWRITTEN)[1])

@@ -44,6 +44,7 @@ from megafsdp.fsdp.params.meta import (
     quote,
 )
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.swapped_parameters import watch_swaps
 from megafsdp.mesh.torch_private import local_of
 
 _IGNORED_ATTRIBUTE = "_megafsdp_ignored"
@@ -117,6 +118,7 @@ def guard_parameters(
         The plain modules.
     """
     _watch_data_parallel()
+    watch_swaps(p for group in groups for p in group.parameters)
     # A dict keeps the order, which all ranks share.
     parts: dict[nn.Module, None] = {}
     for parameter in (p for group in groups for p in group.parameters):
