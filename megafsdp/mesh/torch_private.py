@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils, device_mesh, distributed_c10d
+from torch.distributed import checkpoint as dcp
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP
@@ -508,6 +509,24 @@ def file_view(stream: IO[bytes], offset: int, nbytes: int) -> io.IOBase:
     """
     # A BinaryIO is an IOBase; the stubs do not say so.
     return _create_file_view(stream, offset, nbytes)  # type: ignore[arg-type]
+
+
+def planned_writer() -> dcp.StorageWriter | None:
+    """Return the storage writer of the ``torch.distributed.checkpoint`` save that plans; local.
+
+    None outside of the planning of a save on this thread.
+
+    Public: none; planners and tensors are not given the writer. 2.11 to 2.15.
+    """
+    # Every sharded tensor of every save asks: traceback.walk_stack() would take several times as
+    # long, and f_locals is made for the one frame only.
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "local_step" and "storage_writer" in frame.f_code.co_freevars:
+            writer = frame.f_locals["storage_writer"]
+            return writer if isinstance(writer, dcp.StorageWriter) else None
+        frame = frame.f_back
+    return None
 
 
 @functools.cache

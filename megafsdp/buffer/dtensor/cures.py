@@ -26,6 +26,12 @@ _SAVE = (
     "Save by megafsdp.checkpoint.save(), megafsdp.checkpoint.async_save() or "
     "torch.distributed.checkpoint.save(); or pickle megafsdp.full_state_dict(model)"
 )
+_SAFETENSORS = (
+    "Call megafsdp.checkpoint.export_hf() for a model of megafsdp or transformers. For any other, "
+    "call torch's get_model_state_dict() on all ranks with StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True), and on rank 0 torch.distributed.checkpoint.save() of the result with "
+    "no_dist=True and HuggingFaceStorageWriter(path)"
+)
 _BEFORE = "Do it before fully_shard()"
 HINT_OF_SPLIT_BACKWARD = (
     "Import torch.distributed.pipelining before fully_shard(), or use a schedule that runs the "
@@ -39,6 +45,9 @@ _OPERATIONS: dict[str, str] = {
     "of gradients",
     "a draw beside an initialiser": "Draw each module's own parameters in its own initializer",
     "pickle": _SAVE,
+    "HuggingFaceStorageWriter": _SAFETENSORS,
+    "HuggingFaceStorageWriter by one rank": "Give the writer save_distributed=True if no rank has "
+    f"two regions of a tensor. {_SAFETENSORS}",
     "assignment to .data": "Use parameter.copy_() under torch.no_grad(), then "
     "megafsdp.mark_main_weights_changed(module)",
     "assignment": "Assign it before fully_shard(); later write values, by parameter.copy_() under "

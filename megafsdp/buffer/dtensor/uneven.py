@@ -51,6 +51,7 @@ from megafsdp.buffer.dtensor.random_values import (
     initial_dtype,
     write_rows,
 )
+from megafsdp.buffer.dtensor.safetensors_writes import check_writer
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta, mark_written
 from megafsdp.device.autograd import check_has_no_graph
@@ -403,7 +404,12 @@ class UnevenDTensor(RowShardedDTensor):
             start += region.numel
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        """Plan a write for each region, for ``torch.distributed.checkpoint`` to save."""
+        """Plan a write for each region, for ``torch.distributed.checkpoint`` to save.
+
+        Raises:
+            NotImplementedError: The writer is torch's for safetensors, and would lose regions.
+        """
+        check_writer(fqn, self._uneven_layout)
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(

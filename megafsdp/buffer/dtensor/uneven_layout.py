@@ -78,6 +78,8 @@ def regions_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Regi
     row_numel = math.prod(shape[1:])
     first, head = divmod(start, row_numel)
     last, tail = divmod(stop, row_numel)
+    if not head and not tail:
+        return [Region((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))]
     # The code below takes a partial first row to its end, which here would be beyond ``stop``.
     if first == last:
         return _within_row(shape, first, head, tail)
@@ -187,6 +189,13 @@ class UnevenLayout:
         if self.part.is_whole:
             return regions
         return [moved for region in regions for moved in _in_whole(region, self.part)]
+
+    def max_num_regions(self) -> int:
+        """Return how many regions a shard has at most."""
+        # A range of whole rows is one region, unless a model axis has cut fused tensors.
+        if self.part.is_whole and self.row_numel == math.prod(self.shape[1:]):
+            return 1
+        return max(len(self.regions(shard)) for shard in range(self.num_shards))
 
     def rows_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's rows of a whole tensor, in their local shape."""
