@@ -544,10 +544,11 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
         if not is_cut_alike:
             # With a graph it is an activation that meets a weight: optimizers make no graph.
             is_forward = torch.is_grad_enabled() and isinstance(sharded[0], nn.Parameter)
+            cuts = ", cut in another way" if isinstance(operand, DTensor) else ""
             raise ValueError(
                 expected(
                     f"operands cut like the first, of shape {layout.shape}",
-                    f"a {type(operand).__name__} of shape {tuple(operand.shape)}",
+                    f"a {type(operand).__name__} of shape {tuple(operand.shape)}{cuts}",
                     where=f"{func}",
                     hint=cure_of("operands of a forward" if is_forward else "operands"),
                 )
