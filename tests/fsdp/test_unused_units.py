@@ -134,7 +134,7 @@ def _train(recomputes: bool) -> None:
 def test_ranks_that_use_other_units_train_as_one_process(
     ranks: Ranks, num_ranks: int, recomputes: bool
 ) -> None:
-    """Gradients in every strategy, with ZeRO-3 recomputed too; zeros for what nobody used, steps with weight decay."""
+    """Gradients in every strategy, recomputed ones too, and steps with weight decay."""
     ranks(num_ranks).run(_train, recomputes)
 
 
