@@ -271,3 +271,17 @@ def test_units_of_plain_parts_train_as_under_fsdp2(ranks: Ranks, tmp_path: Path)
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6)
     assert not torch.equal(ours[0]["0.stack"], ours[2]["0.stack"])
+
+
+def _beyond_the_root() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    fully_shard(net[0])
+    fully_shard(net, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"among those of the root.*\[0, 1, 2, 3\] of unit '0'"):
+        net(torch.ones(2, WIDTH))
+
+
+def test_a_unit_on_ranks_that_the_root_has_not_is_refused(ranks: Ranks) -> None:
+    """As where one call of a pipeline's stage lacks its mesh."""
+    ranks(4).run(_beyond_the_root)
