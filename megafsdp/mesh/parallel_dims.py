@@ -240,3 +240,8 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1-D mesh of all ranks; collective over all ranks of the default process group."""
     return _root(device_type, {DP_SHARD: dist.get_world_size()})
+
+
+def may_be_default(mesh: DeviceMesh) -> bool:
+    """Return whether a mesh is like :func:`default_mesh`: the user may not have given one."""
+    return mesh.mesh_dim_names == (DP_SHARD,) and mesh.size() == dist.get_world_size()

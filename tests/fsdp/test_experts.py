@@ -220,7 +220,9 @@ class Stacked(nn.Module):
         return torch.tanh(torch.einsum("ti,eij->tj", x, self.stack))
 
 
-def _plain_parts(shard: Callable[..., Any], directory: str) -> dict[str, torch.Tensor]:
+def _plain_parts(
+    shard: Callable[..., Any], is_own: bool, directory: str
+) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     whole = mesh._flatten("whole")
     torch.manual_seed(0)
@@ -229,6 +231,10 @@ def _plain_parts(shard: Callable[..., Any], directory: str) -> dict[str, torch.T
     for index in (0, 2):
         nn.init.normal_(net[index].stack)
         shard(net[index], mesh=mesh["dp"])
+    if not is_own:
+        # Then the root has no parameters, and units of experts come first.
+        for index in (1, 3):
+            shard(net[index], mesh=whole)
     shard(net, mesh=whole)
     optimizer = adamw(net)
     torch.manual_seed(dist.get_rank())
@@ -262,10 +268,13 @@ def _refuse_wholes(net: nn.Module, directory: str) -> None:
             call()
 
 
-def test_units_of_plain_parts_train_as_under_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_own", [True, False], ids=["root with layers", "root without"])
+def test_units_of_plain_parts_train_as_under_fsdp2(
+    ranks: Ranks, is_own: bool, tmp_path: Path
+) -> None:
     """A unit on some ranks of its root; what needs the whole of it is refused on all ranks."""
-    ours = ranks(4).run(_plain_parts, fully_shard, str(tmp_path))
-    theirs = ranks(4).run(_plain_parts, torch_fully_shard, str(tmp_path))
+    ours = ranks(4).run(_plain_parts, fully_shard, is_own, str(tmp_path))
+    theirs = ranks(4).run(_plain_parts, torch_fully_shard, is_own, str(tmp_path))
     for found, wanted in zip(ours, theirs, strict=True):
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():
@@ -276,12 +285,12 @@ def test_units_of_plain_parts_train_as_under_fsdp2(ranks: Ranks, tmp_path: Path)
 def _beyond_the_root() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    fully_shard(net[0])
+    fully_shard(net[0], mesh=mesh._flatten("whole"))
     fully_shard(net, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"among those of the root.*\[0, 1, 2, 3\] of unit '0'"):
+    with pytest.raises(ValueError, match=r"one mesh.*\[0, 1, 2, 3\] of unit '0'"):
         net(torch.ones(2, WIDTH))
 
 
 def test_a_unit_on_ranks_that_the_root_has_not_is_refused(ranks: Ranks) -> None:
-    """As where one call of a pipeline's stage lacks its mesh."""
+    """As where one call has another stage's mesh."""
     ranks(4).run(_beyond_the_root)

@@ -27,6 +27,7 @@ from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.runtime.slabs import share_slabs
 from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.parallel_dims import may_be_default
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
@@ -189,8 +190,8 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
     """Check the groups of all units under one root, by FQN; one small collective.
 
     Raises:
-        ValueError: A unit is divided over ranks that the root has not, or the ranks do not agree on
-            layouts, dtypes or recipes.
+        ValueError: Units are divided over different ranks, or the ranks do not agree on layouts,
+            dtypes or recipes.
     """
     _check_ranks(groups_of_units)
     groups = [(name, g) for name, members in groups_of_units.items() for g in members]
@@ -207,53 +208,59 @@ def check_agreement(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> 
 
 def _check_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> None:
     # Experts may have their own mesh: compare experts and other parameters separately.
-    outermost: dict[bool, tuple[str, set[int]]] = {}
-    for name, members in groups_of_units.items():
-        for is_expert in (False, True):
+    for is_expert in (False, True):
+        found = {}
+        for name, members in groups_of_units.items():
             # Groups of one unit may have different ranks: compare the union.
             axes = [group.axes for group in members if group.axes.is_expert is is_expert]
-            of_groups = [dist.get_process_group_ranks(a.all_ranks) for a in axes]
-            ranks = {rank for of_group in of_groups for rank in of_group}
-            known = outermost.setdefault(is_expert, (name, ranks)) if ranks else (name, ranks)
+            if axes:
+                ranks = {r for a in axes for r in dist.get_process_group_ranks(a.all_ranks)}
+                found[name] = ranks, may_be_default(axes[0].mesh)
+        # The root comes first. If it has no parameters, the unit on the most ranks stands for it.
+        root = next(iter(groups_of_units), "")
+        first = root if root in found else max(found, key=lambda n: len(found[n][0]), default="")
+        for name, (ranks, _) in found.items():
+            whole, is_default = found[first]
             # Plain parameters on fewer ranks are parts that each set of ranks has of its own, as in
-            # torch. On other ranks they would wait for some that do not run the root.
-            if ranks != known[1] and (is_expert or not ranks < known[1]):
+            # torch; but the root's mesh may have been forgotten, and its units' not. On other ranks
+            # they would wait for some that do not run the root.
+            is_part = ranks < whole and not (is_expert or is_default)
+            if ranks != whole and not is_part:
                 raise ValueError(
                     expected(
-                        f"ranks among those of the root, {sorted(known[1])} as of unit "
-                        f"'{known[0]}'",
+                        f"one mesh under one root: ranks {sorted(whole)} as of unit '{first}'",
                         f"ranks {sorted(ranks)} of unit '{name}'",
                         where="the first forward",
-                        hint="Give fully_shard() the same mesh and expert_mesh for all units; only "
-                        "parameters that differ between ranks are on a part of it",
+                        hint="Give fully_shard() the same mesh and expert_mesh for all units. Only "
+                        "plain parameters that differ between ranks may be on a part of the "
+                        "root's ranks, if the root was given a mesh",
                     )
                 )
 
 
 def refuse_parts_of_ranks(model: nn.Module, where: str) -> None:
-    """Raise if ranks have different parameters under one name, in a unit on fewer than the root's.
+    """Raise if ranks have different parameters under one name, in a unit on fewer than others.
 
     Only their user knows how such parts make up a whole, since the parameters are plain tensors.
 
     Raises:
-        ValueError: A unit is on some of the outermost unit's ranks; on all ranks.
+        ValueError: A unit is on some of another unit's ranks; on all ranks.
     """
-    whole: set[int] = set()
-    for name, unit in attached_units([model]).items():
-        for group in unit.groups:
-            # With the ranks of a model axis, which says what part each has.
-            ranks = set(dist.get_process_group_ranks(group.axes.everyone))
-            whole = whole or ranks
-            # What experts other ranks have is known if a layer has declared it.
-            declared = [annotation_of(p.sharded).experts for p in group.parameters]
-            if ranks < whole and not group.axes.is_expert and None in declared:
-                raise ValueError(
-                    expected(
-                        f"parameters that ranks {sorted(whole)} have in common",
-                        f"those of unit '{name}' on ranks {sorted(ranks)}, which differ elsewhere",
-                        where=where,
-                        hint="Make them DTensors over the axis that tells them apart, before "
-                        "fully_shard(), as distribute_tensor() or megafsdp.parallel does; or "
-                        "save and gather that unit's parameters yourself",
-                    )
+    groups = [(name, g) for name, unit in attached_units([model]).items() for g in unit.groups]
+    # With the ranks of a model axis, which says what part each has.
+    ranks = [set(dist.get_process_group_ranks(group.axes.everyone)) for _, group in groups]
+    whole = max(ranks, key=len, default=set())
+    for (name, group), few in zip(groups, ranks, strict=True):
+        # What experts other ranks have is known if a layer has declared it.
+        declared = [annotation_of(p.sharded).experts for p in group.parameters]
+        if few < whole and not group.axes.is_expert and None in declared:
+            raise ValueError(
+                expected(
+                    f"parameters that ranks {sorted(whole)} have in common",
+                    f"those of unit '{name}' on ranks {sorted(few)}, which differ elsewhere",
+                    where=where,
+                    hint="Make them DTensors over the axis that tells them apart, before "
+                    "fully_shard(), as distribute_tensor() or megafsdp.parallel does; or "
+                    "save and gather that unit's parameters yourself",
                 )
+            )
