@@ -34,6 +34,7 @@ TP = "tp"
 EP = "ep"
 EDP = "edp"
 _FILL = -1
+_IS_DEFAULT = "_megafsdp_is_default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +240,12 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1-D mesh of all ranks; collective over all ranks of the default process group."""
-    return _root(device_type, {DP_SHARD: dist.get_world_size()})
+    mesh = _root(device_type, {DP_SHARD: dist.get_world_size()})
+    setattr(mesh, _IS_DEFAULT, True)
+    return mesh
 
 
-def may_be_default(mesh: DeviceMesh) -> bool:
-    """Return whether a mesh is like :func:`default_mesh`: the user may not have given one."""
-    return mesh.mesh_dim_names == (DP_SHARD,) and mesh.size() == dist.get_world_size()
+def is_default(mesh: DeviceMesh) -> bool:
+    """Return whether :func:`default_mesh` made a mesh, since the user gave none."""
+    # By a mark: a mesh of the user's may be equal.
+    return getattr(mesh, _IS_DEFAULT, False)

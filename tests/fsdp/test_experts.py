@@ -224,7 +224,8 @@ def _plain_parts(
     shard: Callable[..., Any], is_own: bool, directory: str
 ) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
-    whole = mesh._flatten("whole")
+    # Named as the mesh that fully_shard() makes by default.
+    whole = mesh._flatten("dp_shard")
     torch.manual_seed(0)
     net = nn.Sequential(Stacked(), nn.Linear(WIDTH, WIDTH), Stacked(), nn.Linear(WIDTH, WIDTH))
     torch.manual_seed(mesh.get_local_rank("ep"))

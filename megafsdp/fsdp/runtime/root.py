@@ -27,7 +27,7 @@ from megafsdp.fsdp.runtime.process_groups import make_neighbours
 from megafsdp.fsdp.runtime.schedule import FSDPContext, ScheduledUnit
 from megafsdp.fsdp.runtime.slabs import share_slabs
 from megafsdp.mesh.annotation import annotation_of
-from megafsdp.mesh.parallel_dims import may_be_default
+from megafsdp.mesh.parallel_dims import is_default
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
 _UNIT_ATTRIBUTE = "_megafsdp_unit"
@@ -215,16 +215,16 @@ def _check_ranks(groups_of_units: Mapping[str, Sequence[ParameterGroup]]) -> Non
             axes = [group.axes for group in members if group.axes.is_expert is is_expert]
             if axes:
                 ranks = {r for a in axes for r in dist.get_process_group_ranks(a.all_ranks)}
-                found[name] = ranks, may_be_default(axes[0].mesh)
+                found[name] = ranks, is_default(axes[0].mesh)
         # The root comes first. If it has no parameters, the unit on the most ranks stands for it.
         root = next(iter(groups_of_units), "")
         first = root if root in found else max(found, key=lambda n: len(found[n][0]), default="")
         for name, (ranks, _) in found.items():
-            whole, is_default = found[first]
+            whole, is_without_mesh = found[first]
             # Plain parameters on fewer ranks are parts that each set of ranks has of its own, as in
             # torch; but the root's mesh may have been forgotten, and its units' not. On other ranks
             # they would wait for some that do not run the root.
-            is_part = ranks < whole and not (is_expert or is_default)
+            is_part = ranks < whole and not (is_expert or is_without_mesh)
             if ranks != whole and not is_part:
                 raise ValueError(
                     expected(
