@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from megafsdp import FSDPModule, fully_shard
+from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.runtime.unit import units_below
 from tests.fsdp.toy import assert_same_grads, assert_same_parameters, options_of_strategies
 from tests.ranks import Ranks
@@ -64,6 +65,10 @@ class Net(nn.Module):
             addend = run(self.get_submodule(name))
             if name in used:
                 x = x + addend
+        # A second run of a unit, with the unit in it, in the same backward.
+        again = run(self.second) if "no second" not in used else 0
+        if "again" in used:
+            x = x + again
         x = x + self.positions(torch.arange(3))
         tail = run(self.tail)
         # Backward reads the result of exp().
@@ -94,8 +99,8 @@ def _loss(net: Net, x: Tensor, used: str, num_microbatches: int) -> Tensor:
 
 # What the ranks use in each microbatch; a rank beyond the list uses what the first does.
 STEPS = (
-    (("body encoder", "body"),),
-    (("body", "body tail"), ("second", "encoder body")),
+    (("body encoder", "body again"),),
+    (("body", "body tail"), ("second", "encoder again")),
     (("", "tail second"),),
     (("body", "body"),),
 )
@@ -159,6 +164,7 @@ def _train_beside_torch(recurse: bool) -> None:
                 torch.testing.assert_close(own.grad.full_tensor(), their.grad.full_tensor())
         for net in (ours, theirs):
             net.zero_grad()
+            net.body.idle.weight.requires_grad_(False)
 
 
 @pytest.mark.skipif(
@@ -202,3 +208,25 @@ def _train_after_an_error() -> None:
 def test_a_forward_that_raises_leaves_nothing(ranks: Ranks) -> None:
     """Its graph is gone with the next forward, and nothing is kept after the backward."""
     ranks(2).run(_train_after_an_error)
+
+
+def _reductions(net: Net, used: str) -> int:
+    with record_collectives() as record:
+        _loss(net, torch.randn(3, WIDTH), used, 1).backward()
+    net.zero_grad()
+    return record.calls["reduce_scatter"]
+
+
+def _counted() -> None:
+    net = _shard(Net())
+    # Of a unit and the unit in it, twice for the second; the root's, and the positions'.
+    assert _reductions(net, "body encoder second again tail") == 10
+    # Zeros of what ran before.
+    assert _reductions(net, "no encoder second body") == 10
+    net.set_reduce_scatter_unused_params(False)
+    assert _reductions(net, "no encoder body second") < 10
+
+
+def test_only_missing_zeros_take_reductions_of_their_own(ranks: Ranks) -> None:
+    """A unit that ran has one reduction, whatever in it was used or frozen."""
+    ranks(2).run(_counted)

@@ -71,10 +71,16 @@ class PendingForwards:
         # Weak keys: the tokens in the graph own the pass, and its count must not outlive them.
         self._by_pass: weakref.WeakKeyDictionary[ForwardPass, set[int]]
         self._by_pass = weakref.WeakKeyDictionary()
+        self._begun: set[int] = set()
 
     def add(self, token: ForwardToken) -> None:
         """Count a forward, once."""
         self._by_pass.setdefault(token.forward_pass, set()).add(token.number)
+
+    def begin(self, token: ForwardToken) -> None:
+        """Note that the backward of a forward has begun; count the forward."""
+        self.add(token)
+        self._begun.add(token.number)
 
     def discard(self, token: ForwardToken) -> None:
         """Remove a forward, if it is counted."""
@@ -85,15 +91,21 @@ class PendingForwards:
         # It is empty for most units; clearing an empty one takes longer than this check.
         if self._by_pass:
             self._by_pass.clear()
+            self._begun.clear()
 
     def has_any_of(self, passes: Collection[ForwardPass]) -> bool:
         """Return whether a forward of one of these passes is counted."""
         return any(self._by_pass.get(each) for each in passes)
 
-    def are_after(self, token: ForwardToken, passes: Collection[ForwardPass]) -> bool:
-        """Return whether the counted forwards of these passes all began after a forward."""
+    def are_over_before(self, token: ForwardToken, passes: Collection[ForwardPass]) -> bool:
+        """Return whether none of these passes' forwards waits once a forward's backward begins.
+
+        They began after it, and their backward before: not as one of a unit within that unit.
+        """
         return all(
-            number > token.number for each in passes for number in self._by_pass.get(each, ())
+            number > token.number and number in self._begun
+            for each in passes
+            for number in self._by_pass.get(each, ())
         )
 
 

@@ -316,7 +316,7 @@ class FSDPContext:
             self.begin_whole_backward()
             self.passes_in_backward.add(token.forward_pass)
             self._end_units_after(token)
-            unit.outstanding.add(token)
+            unit.outstanding.begin(token)
             # Forwards of one backward may differ in what was frozen.
             unit.freeze_as_in(token)
             # Each output of each forward calls this; the first call begins the backward.
@@ -379,7 +379,8 @@ class FSDPContext:
         forwards first. In the callback at the end it would come after units that ran before it.
         """
         for unit in reversed(self._open):
-            if unit.is_in_backward and unit.outstanding.are_after(token, self.passes_in_backward):
+            is_over = unit.outstanding.are_over_before(token, self.passes_in_backward)
+            if unit.is_in_backward and is_over:
                 self._end_unit(unit)
         self._open = [unit for unit in self._open if unit.is_in_backward]
 
