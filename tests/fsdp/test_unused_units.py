@@ -219,6 +219,7 @@ def _reductions(net: Net, used: str) -> int:
 
 def _counted() -> None:
     net = _shard(Net())
+    net.set_reduce_scatter_unused_params(True)
     # Of a unit and the unit in it, twice for the second; the root's, and the positions'.
     assert _reductions(net, "body encoder second again tail") == 10
     # Zeros of what ran before.
