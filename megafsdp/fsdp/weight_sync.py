@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
-from megafsdp.buffer.dtensor.recut import is_cut_by_torch, recut
+from megafsdp.buffer.dtensor.recut import recut_state
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.device.torch_private import end_graph, set_tracer, untraced_frame
 from megafsdp.errors import expected
@@ -222,10 +222,9 @@ def _recut_states(optimizer: Optimizer) -> None:
     """Cut states that were loaded as torch cuts them like the parameters; then collective."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {}) if group_of(parameter) else {}
-            for name, value in state.items():
-                if is_cut_by_torch(value, parameter):
-                    state[name] = recut(value, parameter)
+            if group_of(parameter) is not None and parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                state.update(recut_state(state, parameter))
 
 
 def _why_graphs_end() -> str:

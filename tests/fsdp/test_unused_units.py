@@ -18,7 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from megafsdp import FSDPModule, fully_shard
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.runtime.unit import units_below
-from tests.fsdp.toy import assert_same_grads, assert_same_parameters, options_of_strategies
+from tests.fsdp.toy import (
+    adamw,
+    assert_same_grads,
+    assert_same_parameters,
+    options_of_strategies,
+)
 from tests.ranks import Ranks
 
 WIDTH = 4
@@ -56,23 +61,23 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, used: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss, and outputs that a user may read or not."""
-        run: Callable[[Branch], Tensor] = lambda branch: branch(x)  # noqa: E731
-        if self.recomputes:
-            run = lambda branch: checkpoint(branch, x, use_reentrant=False)  # noqa: E731
         for name in ("encoder", "second", "body"):
             if f"no {name}" in used:
                 continue
-            addend = run(self.get_submodule(name))
+            addend = self._run(self.get_submodule(name), x)
             if name in used:
                 x = x + addend
         # A second run of a unit, with the unit in it, in the same backward.
-        again = run(self.second) if "no second" not in used else 0
+        again = self._run(self.second, x) if "no second" not in used else 0
         if "again" in used:
             x = x + again
         x = x + self.positions(torch.arange(3))
-        tail = run(self.tail)
+        tail = self._run(self.tail, x)
         # Backward reads the result of exp().
         return self.out(x).square().mean(), {"tail": tail.square().mean().exp()}
+
+    def _run(self, branch: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(branch, x, use_reentrant=False) if self.recomputes else branch(x)
 
 
 def _shard(net: Net, shard: Callable[..., Any] = fully_shard, **options: object) -> Net:
@@ -106,14 +111,20 @@ STEPS = (
 )
 
 
+def _add_zeros(reference: Net) -> None:
+    """Give zeros to what has no gradient, in branches that have run."""
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None and parameter.requires_grad and "never" not in name:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def _train(recomputes: bool) -> None:
     torch.manual_seed(0)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for options in [{}] if recomputes else options_of_strategies():
         reference = Net(recomputes=recomputes).double()
         net = _shard(copy.deepcopy(reference), **options)
-        make = lambda n: torch.optim.AdamW(n.parameters(), lr=0.1, eps=1e-3, weight_decay=0.1)  # noqa: E731
-        optimizers = make(reference), make(net)
+        optimizers = [adamw(each, weight_decay=0.1) for each in (reference, net)]
         for microbatches in STEPS:
             for by_rank in microbatches:
                 used = [by_rank[r] if r < len(by_rank) else by_rank[0] for r in range(num_ranks)]
@@ -123,9 +134,7 @@ def _train(recomputes: bool) -> None:
                 # Whether the first units' inputs need gradients differs between ranks too.
                 x = inputs[rank].requires_grad_(rank == 0)
                 _loss(net, x, used[rank], len(microbatches)).backward()
-            for name, parameter in reference.named_parameters():
-                if parameter.grad is None and parameter.requires_grad and "never" not in name:
-                    parameter.grad = torch.zeros_like(parameter)
+            _add_zeros(reference)
             assert_same_grads(net, reference, rtol=1e-9, atol=1e-12)
             for optimizer in optimizers:
                 optimizer.step()
@@ -198,9 +207,7 @@ def _train_after_an_error() -> None:
     assert not anchors._anchors
     _loss(reference, x, "no second body", 1).backward()
     # The second branch ran in the forward that failed.
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is None and parameter.requires_grad and "never" not in name:
-            parameter.grad = torch.zeros_like(parameter)
+    _add_zeros(reference)
     assert_same_grads(net, reference, rtol=1e-9, atol=1e-12)
     assert not any(unit.outstanding._by_pass for unit in units_below([net]).values())
 

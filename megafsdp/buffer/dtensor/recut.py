@@ -7,7 +7,8 @@ given for a parameter or for a state of an optimizer.
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,12 +16,6 @@ from torch.distributed.tensor import DTensor
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
 from megafsdp.mesh.dtensor import whole_of
-
-
-def is_cut_by_torch(value: object, like: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether a value is a DTensor of a sharded tensor's shape, cut in another way."""
-    is_same_shape = isinstance(value, DTensor) and value.shape == like.shape
-    return is_same_shape and bool(like.ndim) and not is_cut_alike(value, like)
 
 
 @torch.no_grad()
@@ -35,3 +30,19 @@ def recut(value: DTensor, like: torch.Tensor) -> torch.Tensor:
     if isinstance(like, UnevenDTensor):
         full = like.uneven_layout.rows_of(full)
     return wrap_like(like, full)
+
+
+def recut_state(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return an optimizer's state of a parameter with what torch has cut cut like the parameter.
+
+    Collective if there is such a value: a DTensor of the parameter's shape, cut in another way.
+    """
+    return {
+        name: recut(value, parameter) if _is_cut_by_torch(value, parameter) else value
+        for name, value in state.items()
+    }
+
+
+def _is_cut_by_torch(value: object, like: torch.Tensor) -> TypeGuard[DTensor]:
+    is_same_shape = isinstance(value, DTensor) and value.shape == like.shape
+    return is_same_shape and bool(like.ndim) and not is_cut_alike(value, like)

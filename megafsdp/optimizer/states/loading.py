@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.op_rules import is_cut_alike, refuse_full_state
-from megafsdp.buffer.dtensor.recut import is_cut_by_torch, recut
+from megafsdp.buffer.dtensor.recut import recut_state
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.errors import expected
 
@@ -38,9 +38,8 @@ def with_own_cuts(
     """
     states = dict(packed["state"])
     for index, parameter in packed_parameters(packed, param_groups):
-        for name, value in states.get(index, {}).items():
-            if is_cut_by_torch(value, parameter):
-                states[index] = states[index] | {name: recut(value, parameter)}
+        if index in states:
+            states[index] = recut_state(states[index], parameter)
     return packed | {"state": states}
 
 

@@ -90,12 +90,10 @@ def _of_initialized_meta_tensors() -> None:
     reference = Net(2)
     with torch.device("meta"):
         net = shard(Net(2))
-    for (_, full), parameter in zip(
-        reference.named_parameters(), net.named_parameters(), strict=True
-    ):
-        new = torch.empty_like(parameter[1], device="cpu")
+    for full, parameter in zip(reference.parameters(), net.parameters(), strict=True):
+        new = torch.empty_like(parameter, device="cpu")
         new.copy_from_full_(full.detach())
-        swap_tensors(parameter[1], nn.Parameter(new))
+        swap_tensors(parameter, nn.Parameter(new))
     _assert_trains(reference, net)
 
 
