@@ -221,6 +221,7 @@ def _reductions(net: Net, used: str) -> int:
     with record_collectives() as record:
         _loss(net, torch.randn(3, WIDTH), used, 1).backward()
     net.zero_grad()
+    assert not any(unit.outstanding._begun for unit in units_below([net]).values()), "growth"
     return record.calls["reduce_scatter"]
 
 

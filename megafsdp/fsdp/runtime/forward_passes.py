@@ -89,7 +89,7 @@ class PendingForwards:
     def clear(self) -> None:
         """Remove all forwards."""
         # It is empty for most units; clearing an empty one takes longer than this check.
-        if self._by_pass:
+        if self._by_pass or self._begun:
             self._by_pass.clear()
             self._begun.clear()
 
