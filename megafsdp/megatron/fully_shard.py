@@ -7,14 +7,13 @@ for what happens anyway; other values are refused (:mod:`megafsdp.megatron.refus
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
 from megafsdp.fsdp.fsdp_module import FSDPModule
@@ -30,8 +29,9 @@ from megafsdp.megatron.keywords import (
     MixedPrecisionPolicy,
     show_keywords,
 )
+from megafsdp.megatron.model_parts import declare_experts, parts_as_dtensors
 from megafsdp.megatron.refusals import check_names, check_values, refuse_methods
-from megafsdp.mesh.annotation import annotate, annotation_of
+from megafsdp.mesh.annotation import annotation_of, set_annotation
 from megafsdp.optimizer.states.beginning import make_states
 
 if TYPE_CHECKING:
@@ -82,11 +82,15 @@ def fully_shard_model(
         "nccl_user_buffers": keywords["nccl_ub"],
     }
     _prepare(module, device_mesh, keywords)
-    units = keywords["fsdp_unit_modules"]
-    if units:
-        shard_units(module, units, **options)
-    else:
-        shard_unit(module, **options)
+    units, tp_dim = keywords["fsdp_unit_modules"], keywords["tp_dim"]
+    tp_mesh, expert_tp_mesh = (
+        _model_axis(whole, tp_dim) for whole in (device_mesh, keywords["expt_device_mesh"])
+    )
+    with parts_as_dtensors(module, tp_mesh, expert_tp_mesh):
+        if units:
+            shard_units(module, units, **options)
+        else:
+            shard_unit(module, **options)
     if keywords["init_model_with_meta_device"]:
         materialize(module)
     refuse_methods(module)
@@ -210,6 +214,13 @@ def _data_mesh(
     )
 
 
+def _model_axis(mesh: DeviceMesh | None, tp_dim: str | None) -> DeviceMesh | None:
+    """Return the axis of tensor parallelism in a mesh; None without one."""
+    if mesh is None or tp_dim is None or tp_dim not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh[tp_dim]
+
+
 def _policy_of(policy: object, module: nn.Module) -> Any:
     """Translate a policy of Megatron-FSDP's class; ``megafsdp.fully_shard`` checks others.
 
@@ -244,24 +255,10 @@ def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: Megatr
     Raises:
         ValueError: A mesh of experts is given, but no parameter belongs to an expert, or the device
             is of another type than the mesh.
-        NotImplementedError: Megatron-core's tensor parallelism has cut a parameter.
     """
-    tp_dim, device = keywords.get("tp_dim"), keywords.get("device")
+    device = keywords.get("device")
     if device is not None and device_mesh is not None:
         _check_device(torch.device(device), device_mesh)
-    if device_mesh is not None and tp_dim is not None and device_mesh[tp_dim].size() > 1:
-        for name, parameter in module.named_parameters():
-            if getattr(parameter, "tensor_model_parallel", False) and not isinstance(
-                parameter, DTensor
-            ):
-                raise NotImplementedError(
-                    expected(
-                        "DTensors over the axis of tensor parallelism",
-                        f"Megatron-core's own part of '{name}'",
-                        where=f"fully_shard_model() with tp_dim={tp_dim!r}",
-                        hint="Use layers of megafsdp.parallel or torch's parallelize_module()",
-                    )
-                )
     has_mesh = keywords.get("expt_device_mesh") is not None
     num_experts = 0
     for name, parameter in module.named_parameters():
@@ -270,8 +267,8 @@ def _prepare(module: nn.Module, device_mesh: DeviceMesh | None, keywords: Megatr
         is_named = has_mesh and ".experts." in f".{name}"
         if known.is_expert or is_named or not getattr(parameter, "allreduce", True):
             num_experts += 1
-            facts = {field.name: getattr(known, field.name) for field in fields(known)}
-            annotate(parameter, **facts | {"is_expert": True})
+            set_annotation(parameter, replace(known, is_expert=True))
+    declare_experts(module)
     if has_mesh and not num_experts:
         raise ValueError(
             expected(

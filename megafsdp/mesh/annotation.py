@@ -35,7 +35,7 @@ class ExpertRange:
         count: Number of experts on this rank.
         total: Number of experts in the layer.
         name_component: Which component of the parameter's name, counted from the end, is the index
-            on this rank; None for a stack of experts along dim 0.
+            on this rank, or ends in it, as in ``weight0``; None for a stack of experts along dim 0.
         ranks: Global ranks that have the same experts, for a parameter that is not sharded; None
             means this rank alone, or all ranks if it has all experts. For a sharded parameter its
             mesh says it.
@@ -133,13 +133,18 @@ def annotate(
     annotation = ParameterAnnotation(
         tp_dim, is_expert, fused, experts, sums_over_tp, weight_mesh, is_linear_weight
     )
+    set_annotation(parameter, annotation)
+
+
+def set_annotation(parameter: torch.Tensor, annotation: ParameterAnnotation) -> None:
+    """Write an annotation as it is: that of a part may have sizes of the whole parameter."""
     setattr(parameter, _ATTRIBUTE, annotation)
 
 
 def copy_annotation(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a parameter's annotation, if it has one, to the tensor that replaces it."""
     if hasattr(source, _ATTRIBUTE):
-        setattr(target, _ATTRIBUTE, annotation_of(source))
+        set_annotation(target, annotation_of(source))
 
 
 def annotation_of(parameter: torch.Tensor) -> ParameterAnnotation:

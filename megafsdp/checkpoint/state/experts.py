@@ -112,23 +112,31 @@ def holders(
 
 
 def _local_index(name: str, experts: ExpertRange) -> int:
+    _, index, _ = _split(name, experts)
+    if not index.isdecimal() or int(index) >= experts.count:
+        raise CheckpointError.expected(
+            f"the index of one of {experts.count} experts at the end of component "
+            f"{experts.name_component} of the name",
+            repr(index),
+            where=f"'{name}'",
+            hint="Give ExpertRange the position of the index, counted from the end",
+        )
+    return int(index)
+
+
+def _renamed(name: str, experts: ExpertRange, index: str) -> str:
+    before, _, after = _split(name, experts)
+    return f"{before}{index}{after}"
+
+
+def _split(name: str, experts: ExpertRange) -> tuple[str, str, str]:
+    """Return what is before the expert's index in a name, the index, and what is after it."""
     assert experts.name_component is not None, "asked of parameters of single experts"
     components = name.split(".")
     position = len(components) + experts.name_component
     component = components[position] if position >= 0 else ""
-    if not component.isdecimal() or int(component) >= experts.count:
-        raise CheckpointError.expected(
-            f"the index of one of {experts.count} experts in component "
-            f"{experts.name_component} of the name",
-            repr(component),
-            where=f"'{name}'",
-            hint="Give ExpertRange the position of the index, counted from the end",
-        )
-    return int(component)
-
-
-def _renamed(name: str, experts: ExpertRange, index: str) -> str:
-    assert experts.name_component is not None, "asked of parameters of single experts"
-    components = name.split(".")
-    components[experts.name_component] = index
-    return ".".join(components)
+    # A grouped layer numbers the weights of its experts: "weight3".
+    stem = component.rstrip("0123456789")
+    before = ".".join([*components[: max(position, 0)], stem])
+    after = "".join(f".{later}" for later in components[max(position, 0) + 1 :])
+    return before, component[len(stem) :], after

@@ -28,11 +28,12 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_lik
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
 from megafsdp.fsdp.params.reduced_hook import ReducedHook
+from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.torch_private import set_local
 
 
 class FlatGradient:
-    """A gradient whose rows lie in a flat main gradient: a DTensor with two more attributes.
+    """A gradient whose rows lie in a flat main gradient: a DTensor with three more attributes.
 
     Only the published object is of this class, and stays so after in-place changes. Operations,
     copies and pickles give tensors that lie elsewhere, of the class without the attributes.
@@ -40,11 +41,14 @@ class FlatGradient:
     Attributes:
         buffer: The flat main gradient. It is cut as the main weight is, and its gaps are zero.
         index: The parameter's index in the buffer's layout.
+        shares: The number of sets of ranks that have other experts' gradients under this name; 1
+            if it is the name of one gradient.
     """
 
     __slots__ = ()
     buffer: DBuffer
     index: int
+    shares: int
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy only the rows, not the buffer."""
@@ -146,6 +150,9 @@ class MainGradient:
         self._buffer: weakref.ref[DBuffer] | None = None
         self._published: list[weakref.ref[torch.Tensor] | None] = [None] * len(parameters)
         self._states = [_GradState.EMPTY] * len(parameters)
+        # Those of a group are shared out alike: their mesh leaves room for as many sets of ranks.
+        experts = annotation_of(parameters[0]).experts if parameters else None
+        self._shares = 1 if experts is None else experts.total // experts.count
         # Set from prepare() until nothing is undecided: no published gradient owns the buffer yet.
         self._unpublished: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Views of the unpublished buffer.
@@ -319,7 +326,7 @@ class MainGradient:
             set_local(kept, local_tensor(kept).clone())
             # An optimizer that gets it back must not look for it in the buffer.
             kept.__class__ = type(_without_buffer(kept))
-            del kept.buffer, kept.index
+            del kept.buffer, kept.index, kept.shares
 
     def _publish(self, index: int) -> None:
         self._show(index)
@@ -344,7 +351,7 @@ class MainGradient:
                 # Autograd made it while the sum was under way: a loss reads the parameter itself.
                 self._views[index].view(-1).add_(local_tensor(shown).reshape(-1))
             grad: Any = self._wrappers[index](self._views[index])
-            grad.buffer, grad.index = buffer, index
+            grad.buffer, grad.index, grad.shares = buffer, index, self._shares
             # A weak reference: a gradient that the user clears must be freed, and be seen as gone.
             self._published[index] = weakref.ref(grad)
             parameter.grad = grad

@@ -38,7 +38,7 @@ from megafsdp.mesh.spmd_types import complete_types, is_typed, typed_part
 from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
-_COMPUTES_ON_PART = "computes_on_part"
+COMPUTES_ON_PART = "computes_on_part"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def read_placement(
     _check_placement(name, parameter)
     part, annotation = model_part_of(parameter), annotation_of(parameter)
     _check_local(name, parameter, part)
-    is_dtensor = not all(getattr(owner, _COMPUTES_ON_PART, False) for owner in owners)
+    is_dtensor = not all(getattr(owner, COMPUTES_ON_PART, False) for owner in owners)
     return ModelPlacement(
         part,
         mesh,

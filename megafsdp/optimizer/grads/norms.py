@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -274,6 +274,8 @@ class _Way(NamedTuple):
 
     group: dist.ProcessGroup | None
     counts: bool
+    # How many sets of such ranks there are, each with other experts under the same names.
+    shares: int = 1
 
 
 _LOCAL = _Way(None, counts=True)
@@ -296,10 +298,12 @@ class _Ways:
         # Dense parameters and experts have different meshes over the same ranks: use one group.
         groups: dict[frozenset[int], dist.ProcessGroup] = {}
         for key, way in by_key.items():
-            if way.group is not None:
-                ranks = frozenset(dist.get_process_group_ranks(way.group))
-                by_key[key] = way._replace(group=groups.setdefault(ranks, way.group))
+            if way.group is not None and way.shares == 1:
+                by_key[key] = way._replace(group=groups.setdefault(_ranks_of(way.group), way.group))
         _refuse_parts_of_ranks(groups)
+        for key, way in by_key.items():
+            if way.shares > 1:
+                by_key[key] = way._replace(group=_group_of_all_shares(way, groups))
         # If some gradients are divided, count replicated ones on one rank: ranks that each summed
         # them locally could differ in the last bit.
         group = next(iter(groups.values()), None)
@@ -317,10 +321,11 @@ class _Ways:
             return None
         # By equality: units may have equal meshes that are different objects.
         if cls is DTensor:
-            return grad.device_mesh, grad.placements
+            return grad.device_mesh, grad.placements, _shares_of(grad)
         # Not the placements: column- and row-parallel weights are summed in the same way.
         layout = grad.uneven_layout
-        return grad.device_mesh, layout.num_shards, layout.num_model_axes, layout.part.dim is None
+        axes = layout.num_shards, layout.num_model_axes, layout.part.dim is None
+        return grad.device_mesh, *axes, _shares_of(grad)
 
     def of(self, grad: torch.Tensor) -> _Way:
         way = self._by_id.get(id(grad))
@@ -347,9 +352,41 @@ def _refuse_parts_of_ranks(groups: Iterable[frozenset[int]]) -> None:
             )
 
 
+def _group_of_all_shares(way: _Way, groups: Mapping[frozenset[int], Any]) -> dist.ProcessGroup:
+    """Return the group of the ranks that together have all experts of a layer.
+
+    It is that of the other parameters' gradients, which all these ranks have in common.
+
+    Raises:
+        ValueError: No other gradients are divided among these ranks.
+    """
+    few = frozenset() if way.group is None else _ranks_of(way.group)
+    for many, group in groups.items():
+        if few <= many and len(many) == way.shares * len(few):
+            return group
+    raise ValueError(
+        expected(
+            f"gradients divided among all ranks of {way.shares} sets with other experts each",
+            f"ranks {sorted(map(sorted, groups))}, and experts on ranks {sorted(few)}",
+            where="the norm of gradients",
+            hint="Take the norm of experts together with that of other parameters, divided by "
+            "strategy='optim' or more",
+        )
+    )
+
+
+def _ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group))
+
+
+def _shares_of(grad: DTensor) -> int:
+    return grad.shares if isinstance(grad, FlatGradient) else 1
+
+
 def _way_of(grad: DTensor) -> _Way:
+    shares = _shares_of(grad)
     if isinstance(grad, UnevenDTensor):
-        return _Way(grad.copy_group, grad.is_counted)
+        return _Way(grad.copy_group, grad.is_counted, shares)
     mesh = grad.device_mesh
     cut = [axis for axis, placement in enumerate(grad.placements) if cut_dim(placement) is not None]
     has_group = len(cut) < 2 or mesh.mesh_dim_names is not None
@@ -362,7 +399,7 @@ def _way_of(grad: DTensor) -> _Way:
                 hint="Give the mesh names, or use torch.nn.utils.clip_grad_norm_ for these",
             )
         )
-    return _Way(group_of_axes(mesh, cut), counts=True) if cut else _LOCAL
+    return _Way(group_of_axes(mesh, cut) if cut else None, counts=True, shares=shares)
 
 
 def device_of(grads: Sequence[torch.Tensor]) -> torch.device:
