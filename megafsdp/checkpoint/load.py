@@ -52,8 +52,8 @@ from megafsdp.checkpoint.state.canonical import (
     CanonicalState,
     HasCanonicalState,
     canonical_weights,
+    extra_states,
     model_state,
-    modules_with_extra_state,
     parameter_names,
 )
 from megafsdp.checkpoint.state.declared import require_whole_order
@@ -275,7 +275,7 @@ def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requ
         state = model_state(targets.model, manifest.stored())
         names = parameter_names(targets.model)
         # Older checkpoints have the extra state of a module with two names only under the first.
-        objects.update(key for key, _ in modules_with_extra_state(targets.model))
+        objects.update(extra.key for extra in extra_states(targets.model))
         objects.update(state.objects.keys() & manifest.objects.keys())
     requests = _Requests(
         tensors=state.tensors,
@@ -366,9 +366,9 @@ def _commit(plan: _Plan, targets: TrainingState) -> None:
     if plan.requests.histories is not None:
         plan.requests.histories.commit(plan.match.sources)
     if targets.model is not None:
-        for key, module in modules_with_extra_state(targets.model):
-            if key in plan.objects:
-                module.set_extra_state(plan.objects[key])
+        for extra in extra_states(targets.model):
+            if extra.key in plan.objects:
+                extra.module.set_extra_state(plan.objects[extra.key])
     if targets.optimizer is not None:
         _commit_optimizer(plan, targets.optimizer)
         _restore_rng(plan)

@@ -27,6 +27,7 @@ from megafsdp.fsdp.runtime.root import refuse_parts_of_ranks
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
 from megafsdp.fsdp.torch_state import mark_managed
 from megafsdp.fsdp.weight_sync import mark_main_weights_changed, wait_before_load
+from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.model_part import ModelPart
 
 # torch's name for what a module's get_extra_state() returns.
@@ -49,9 +50,11 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         RuntimeError: A tensor has no values because it came on the meta device, or
             ``summon_full_params`` shows compute weights that are not the main weights.
-        ValueError: A unit is on some ranks of its root only, so that others have other values.
+        ValueError: A unit is on some ranks of its root only, or ranks have other experts under the
+            same names, so that others have other values.
     """
     refuse_parts_of_ranks(model, "full_state_dict()")
+    _refuse_some_experts(model, "full_state_dict()")
     require_initialized([model], where="full_state_dict()")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     full: dict[int, torch.Tensor] = {}
@@ -69,6 +72,21 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(name, value) for name, value in state.items()}
 
 
+def _refuse_some_experts(model: nn.Module, where: str) -> None:
+    for name, parameter in model.named_parameters():
+        experts = annotation_of(parameter).experts
+        if experts is not None and experts.count < experts.total:
+            raise ValueError(
+                expected(
+                    "parameters of all experts of a layer",
+                    f"those of {experts.count} of {experts.total} experts",
+                    where=f"'{name}' in {where}",
+                    hint="Go by a checkpoint, which has them by their index in the layer: "
+                    "checkpoint.save() and load()",
+                )
+            )
+
+
 @torch.inference_mode(mode=False)
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copy full plain tensors into a sharded model: each rank takes its own rows.
@@ -82,11 +100,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             dtype; and the extra states of its modules.
 
     Raises:
-        ValueError: Names are missing or unknown, or shapes differ; nothing has been changed then,
-            on any rank.
+        ValueError: Names are missing or unknown, or shapes differ, or ranks have other experts
+            under the same names; nothing has been changed then, on any rank.
         RuntimeError: Only other ranks found such an error, which is quoted; or
             ``summon_full_params`` shows full parameters of a unit.
     """
+    _refuse_some_experts(model, "load_full_state_dict()")
     own = model.state_dict()
     # Units that still show full parameters are pinned: writes to them would be lost.
     if any(is_replaced(parameter) for parameter in model.parameters()):

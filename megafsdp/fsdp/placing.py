@@ -86,7 +86,8 @@ def place_parameters(
     # norm, so its DTensor must say that they are copies.
     for item in found:
         name, parameter = item.record.name, item.parameter
-        has_own_experts = annotation_of(parameter).experts is not None
+        experts_here = annotation_of(parameter).experts
+        has_own_experts = experts_here is not None and experts_here.count < experts_here.total
         if item.is_expert and not has_own_experts:
             if meshes.experts is not None:
                 check_expert_ranks(name, parameter, (mesh, meshes.experts), model_mesh)

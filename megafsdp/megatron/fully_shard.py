@@ -81,12 +81,10 @@ def fully_shard_model(
         "prefetch": int(keywords["overlap_param_gather"]),
         "nccl_user_buffers": keywords["nccl_ub"],
     }
+    units = keywords["fsdp_unit_modules"]
+    axes = [_model_axis(m, keywords) for m in (device_mesh, keywords["expt_device_mesh"])]
     _prepare(module, device_mesh, keywords)
-    units, tp_dim = keywords["fsdp_unit_modules"], keywords["tp_dim"]
-    tp_mesh, expert_tp_mesh = (
-        _model_axis(whole, tp_dim) for whole in (device_mesh, keywords["expt_device_mesh"])
-    )
-    with parts_as_dtensors(module, tp_mesh, expert_tp_mesh):
+    with parts_as_dtensors(module, *axes):
         if units:
             shard_units(module, units, **options)
         else:
@@ -214,11 +212,25 @@ def _data_mesh(
     )
 
 
-def _model_axis(mesh: DeviceMesh | None, tp_dim: str | None) -> DeviceMesh | None:
-    """Return the axis of tensor parallelism in a mesh; None without one."""
-    if mesh is None or tp_dim is None or tp_dim not in (mesh.mesh_dim_names or ()):
+def _model_axis(mesh: DeviceMesh | None, keywords: MegatronKeywords) -> DeviceMesh | None:
+    """Return the axis of tensor parallelism in a mesh; None without one.
+
+    Raises:
+        ValueError: It is an axis of data parallelism.
+    """
+    name = keywords["tp_dim"]
+    if mesh is None or name is None or name not in (mesh.mesh_dim_names or ()):
         return None
-    return mesh[tp_dim]
+    if name in (keywords["dp_shard_dim"], keywords["dp_outer_dim"]):
+        raise ValueError(
+            expected(
+                "an axis of tensor parallelism beside those of data parallelism",
+                f"tp_dim={name!r}, which divides or repeats parameters too",
+                where="fully_shard_model()",
+                hint="Leave tp_dim out without tensor parallelism",
+            )
+        )
+    return mesh[name]
 
 
 def _policy_of(policy: object, module: nn.Module) -> Any:

@@ -40,7 +40,7 @@ _NORMS_OF_HEADS = ("q_layernorm", "k_layernorm")
 
 
 def declare_experts(module: nn.Module) -> None:
-    """Annotate parameters that are known to be experts' with the indices in the layer; local.
+    """Annotate the parameters of this rank's experts with their indices in the layer; local.
 
     A layer of Megatron-core's has ``num_local_experts`` and ``ep_group``, and numbers its own
     experts from 0: ``local_experts.0.linear_fc1.weight``, or ``linear_fc1.weight0`` if it computes
@@ -49,20 +49,18 @@ def declare_experts(module: nn.Module) -> None:
     Raises:
         NotImplementedError: A parameter has columns of several experts.
     """
-    # The layer of experts before the one around it, which has a router too.
-    for prefix, layer in reversed(list(module.named_modules())):
-        count, group = getattr(layer, "num_local_experts", None), getattr(layer, "ep_group", None)
-        if not isinstance(count, int) or not isinstance(group, dist.ProcessGroup):
-            continue
-        if group.size() == 1:
-            continue
+    layers = {name: layer for name, layer in module.named_modules() if _has_experts(layer)}
+    for prefix, layer in layers.items():
+        if any(_has_experts(inner) for inner in layer.modules() if inner is not layer):
+            continue  # A layer with the router of the one within it.
+        count, group = layer.num_local_experts, layer.ep_group
         for name, parameter in layer.named_parameters():
             known, components = annotation_of(parameter), name.split(".")
-            is_declared = known.experts is not None or isinstance(parameter, DTensor)
-            if is_declared or not known.is_expert:
-                continue
-            if len(components) == 1:
+            is_matrix_of_all = len(components) == 1
+            if is_matrix_of_all and group.size() > 1:
                 raise _columns_of_experts(f"{prefix}.{name}".lstrip("."))
+            if is_matrix_of_all or known.experts is not None or isinstance(parameter, DTensor):
+                continue
             at = next((i for i, one in enumerate(components) if one.isdecimal()), -1)
             experts = ExpertRange(
                 group.rank() * count,
@@ -70,7 +68,13 @@ def declare_experts(module: nn.Module) -> None:
                 group.size() * count,
                 at if at < 0 else at - len(components),
             )
-            set_annotation(parameter, replace(known, experts=experts))
+            is_expert = known.is_expert or group.size() > 1
+            set_annotation(parameter, replace(known, is_expert=is_expert, experts=experts))
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    group = getattr(layer, "ep_group", None)
+    return hasattr(layer, "num_local_experts") and isinstance(group, dist.ProcessGroup)
 
 
 def _columns_of_experts(name: str) -> NotImplementedError:

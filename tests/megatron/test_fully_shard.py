@@ -105,9 +105,7 @@ def _cases(mesh: DeviceMesh) -> list[tuple[Keywords, Keywords]]:
         (hybrid, {"mesh": both}),
         (hybrid | {"outer_dp_sharding_strategy": 0}, {"mesh": both}),
         (
-            hybrid
-            | {"outer_dp_sharding_strategy": 1}
-            | {"hybrid_fsdp_group": dist.group.WORLD, "tp_dim": "inner"},
+            hybrid | {"outer_dp_sharding_strategy": 1} | {"hybrid_fsdp_group": dist.group.WORLD},
             {"mesh": both, "outer_strategy": "optim"},
         ),
         (
@@ -371,6 +369,7 @@ def _bad_meshes() -> None:
         ({"hybrid_fsdp_group": alone}, ValueError, "of no mesh"),
         (hybrid | {"hybrid_fsdp_expt_group": alone}, ValueError, "hybrid_fsdp_expt_group"),
         (hybrid | {"outer_dp_sharding_strategy": 2}, ValueError, "'no_shard' or 'optim'"),
+        (hybrid | {"tp_dim": "inner"}, ValueError, "beside those of data.*tp_dim='inner'"),
         (hybrid | {"device": "meta"}, ValueError, "of the mesh's type, cpu, got meta"),
         ({"zero_dp_strategy": "zero"}, ValueError, "optim_grads_params"),
         ({"nccl_ub": True, "zero_dp_strategy": 1}, ValueError, "nccl_user_buffers"),
@@ -387,10 +386,6 @@ def _bad_meshes() -> None:
         megatron.fully_shard_model(mixed, mixed_precision_policy=OWN_DTYPE)
     cut = Net()
     cut.blocks[1].up.weight.tensor_model_parallel = True
-    with pytest.raises(NotImplementedError, match=r"blocks\.1\.up\.weight.*megafsdp\.parallel"):
-        megatron.fully_shard_model(
-            cut, device_mesh=mesh, dp_shard_dim="inner", tp_dim="outer", fsdp_unit_modules=[Block]
-        )
     shared = Net()
     shared.blocks[1].up.weight.allreduce = False
     with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight.*ParallelDims\.build"):

@@ -9,8 +9,8 @@ nothing is copied or gathered here, and a sharded tensor is listed as the DTenso
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,7 +20,13 @@ from megafsdp.checkpoint.format.manifest import joining
 from megafsdp.checkpoint.format.plain_values import plain
 from megafsdp.checkpoint.format.regions import Stored
 from megafsdp.checkpoint.state.declared import declare_parts
-from megafsdp.checkpoint.state.experts import name_of_group_member, names_elsewhere
+from megafsdp.checkpoint.state.experts import (
+    holders,
+    is_named_by_expert,
+    name_in_layer,
+    name_of_group_member,
+    names_elsewhere,
+)
 from megafsdp.checkpoint.state.fused import StoredForm, part_names, stored_form
 from megafsdp.device.torch_private import non_persistent_buffers
 from megafsdp.errors import CheckpointError, expected
@@ -117,26 +123,57 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     }
 
 
-def modules_with_extra_state(
-    model: nn.Module, *, are_all_names: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield key and module of each module that defines ``get_extra_state``.
+class ExtraState(NamedTuple):
+    """A module that defines ``get_extra_state``.
+
+    Attributes:
+        key: Its key in a checkpoint; one expert's module is named by the expert's index in the
+            layer.
+        module: The module.
+        ranks: The ranks that have it under this key; None means all.
+        elsewhere: Names, without the section, of the same module of other ranks' experts.
+    """
+
+    key: str
+    module: nn.Module
+    ranks: tuple[int, ...] | None
+    elsewhere: list[str]
+
+
+def extra_states(model: nn.Module, *, are_all_names: bool = False) -> Iterator[ExtraState]:
+    """Yield the modules that define ``get_extra_state``.
 
     A module with several names is yielded under the first only, unless ``are_all_names``.
     """
     for fqn, module in _unwrapped(model).named_modules(remove_duplicate=not are_all_names):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield ".".join(filter(None, ("model", canonical_name(fqn), EXTRA_STATE))), module
+            name = ".".join(filter(None, (canonical_name(fqn), EXTRA_STATE)))
+            yield _named_by_expert(name, module)
 
 
-def _plain_extra_states(model: nn.Module) -> dict[str, object]:
+def _named_by_expert(name: str, module: nn.Module) -> ExtraState:
+    for fqn, parameter in module.named_parameters():
+        experts = annotation_of(parameter).experts
+        if experts is None or experts.name_component is None or not is_named_by_expert(experts):
+            continue
+        # Counted from the end of the parameter's name, which goes deeper.
+        component = experts.name_component + canonical_name(fqn).count(".")
+        if component < -1:
+            at = replace(experts, name_component=component)
+            ranks, elsewhere = holders(name, parameter, at), names_elsewhere(name, at)
+            return ExtraState(f"model.{name_in_layer(name, at)}", module, ranks, elsewhere)
+    return ExtraState(f"model.{name}", module, None, [])
+
+
+def _add_extra_states(model: nn.Module, state: CanonicalState) -> None:
     values: dict[nn.Module, object] = {}
-    by_key = {}
-    for key, module in modules_with_extra_state(model, are_all_names=True):
+    for key, module, ranks, elsewhere in extra_states(model, are_all_names=True):
         if module not in values:
             values[module] = plain(key, module.get_extra_state())
-        by_key[key] = values[module]
-    return by_key
+        state.objects[key] = values[module]
+        state.elsewhere.update(elsewhere)
+        if ranks is not None:
+            state.ranks_of[key] = ranks
 
 
 def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState:
@@ -186,7 +223,7 @@ def model_state(model: nn.Module, stored: Container[str] = ()) -> CanonicalState
             continue
         state.tensors[key] = buffer
         state.rank_zero.add(key)
-    state.objects.update(_plain_extra_states(model))
+    _add_extra_states(model, state)
     return state
 
 
