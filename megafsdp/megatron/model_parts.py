@@ -96,12 +96,14 @@ class _Plain:
         name: Its first FQN.
         parameter: The parameter.
         mesh: The axis that cuts it or has copies of it; None or one rank for neither.
+        is_norm_of_heads: Whether it belongs to a norm of single heads.
         owners: The modules that have it, with attribute names.
     """
 
     name: str
     parameter: nn.Parameter
     mesh: DeviceMesh | None
+    is_norm_of_heads: bool
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -170,7 +172,12 @@ def _plain_parameters(
                 is_expert = annotation_of(parameter).is_expert
                 name = f"{prefix}.{attribute}".lstrip(".")
                 mesh = expert_tp_mesh if is_expert else tp_mesh
-                found[id(parameter)] = _Plain(name, parameter, mesh)
+                around, _, own = prefix.rpartition(".")
+                # In latent attention norms of these names are of what all ranks have.
+                is_norm_of_heads = own in _NORMS_OF_HEADS and hasattr(
+                    module.get_submodule(around), "linear_qkv"
+                )
+                found[id(parameter)] = _Plain(name, parameter, mesh, is_norm_of_heads)
             found[id(parameter)].owners.append((owner, attribute))
     return list(found.values())
 
@@ -180,9 +187,7 @@ def _facts_of(plain: _Plain) -> ParameterAnnotation:
     parameter, known = plain.parameter, annotation_of(plain.parameter)
     num_ranks = 1 if plain.mesh is None else plain.mesh.size()
     if not plain.is_part:
-        is_addend = getattr(parameter, "sequence_parallel", False) or any(
-            norm in plain.name for norm in _NORMS_OF_HEADS
-        )
+        is_addend = plain.is_norm_of_heads or getattr(parameter, "sequence_parallel", False)
         return replace(known, sums_over_tp=known.sums_over_tp or is_addend)
     dim = getattr(parameter, "partition_dim", -1)
     fused = known.fused

@@ -18,7 +18,9 @@ from megafsdp.optimizer.grads.norms import num_zero_grads, param_group_norms, to
 from tests.megatron.core_net import (
     CoreNet,
     Degrees,
+    Heads,
     Layer,
+    Norm,
     Part,
     SequentialExperts,
     groups_of,
@@ -310,6 +312,30 @@ def _refuses() -> None:
 def test_parts_that_do_not_say_what_they_are_part_of_are_refused(ranks: Ranks) -> None:
     """By name, with nothing changed."""
     ranks(2).run(_refuses)
+
+
+class Latent(nn.Module):
+    """Latent attention's names: each rank norms the same queries."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.q_layernorm = nn.RMSNorm(8)
+        self.linear_q_up_proj = Part((8, 8), 0, group)
+
+
+def _norms_of_heads() -> None:
+    mesh, of_experts = Degrees(tp=2).meshes(2)
+    group = groups_of(mesh, of_experts).tp
+    net = nn.Sequential(Latent(group), Heads(group), Norm())
+    megatron.fully_shard_model(net, mesh["dp", "tp"], dp_shard_dim="dp", tp_dim="tp")
+    norms = (net[0].q_layernorm, net[1].q_layernorm, net[2])
+    found = [annotation_of(norm.weight).sums_over_tp for norm in norms]
+    assert found == [False, True, True]
+
+
+def test_gradients_of_norms_are_sums_where_ranks_have_addends(ranks: Ranks) -> None:
+    """Norms of single heads are, whether the sequence is cut or not."""
+    ranks(2).run(_norms_of_heads)
 
 
 def _declared() -> None:
