@@ -35,7 +35,8 @@ class ExpertRange:
         count: Number of experts on this rank.
         total: Number of experts in the layer.
         name_component: Which component of the parameter's name, counted from the end, is the index
-            on this rank, or ends in it, as in ``weight0``; None for a stack of experts along dim 0.
+            on this rank; the last one may also end in it, as ``weight0``. None for a stack of
+            experts along dim 0.
         ranks: Global ranks that have the same experts, for a parameter that is not sharded; None
             means this rank alone, or all ranks if it has all experts. For a sharded parameter its
             mesh says it.

@@ -112,12 +112,13 @@ def holders(
 
 
 def _local_index(name: str, experts: ExpertRange) -> int:
-    _, index, _ = _split(name, experts)
+    component, stem, _, _ = _split(name, experts)
+    index = component[len(stem) :]
     if not index.isdecimal() or int(index) >= experts.count:
         raise CheckpointError.expected(
-            f"the index of one of {experts.count} experts at the end of component "
+            f"the index of one of {experts.count} experts in component "
             f"{experts.name_component} of the name",
-            repr(index),
+            repr(component),
             where=f"'{name}'",
             hint="Give ExpertRange the position of the index, counted from the end",
         )
@@ -125,18 +126,17 @@ def _local_index(name: str, experts: ExpertRange) -> int:
 
 
 def _renamed(name: str, experts: ExpertRange, index: str) -> str:
-    before, _, after = _split(name, experts)
-    return f"{before}{index}{after}"
+    _, stem, before, after = _split(name, experts)
+    return ".".join([*before, stem + index, *after])
 
 
-def _split(name: str, experts: ExpertRange) -> tuple[str, str, str]:
-    """Return what is before the expert's index in a name, the index, and what is after it."""
+def _split(name: str, experts: ExpertRange) -> tuple[str, str, list[str], list[str]]:
+    """Return the component with an expert's index, what of it is before, and the other ones."""
     assert experts.name_component is not None, "asked of parameters of single experts"
     components = name.split(".")
-    position = len(components) + experts.name_component
+    position = max(len(components) + experts.name_component, -1)
     component = components[position] if position >= 0 else ""
-    # A grouped layer numbers the weights of its experts: "weight3".
-    stem = component.rstrip("0123456789")
-    before = ".".join([*components[: max(position, 0)], stem])
-    after = "".join(f".{later}" for later in components[max(position, 0) + 1 :])
-    return before, component[len(stem) :], after
+    # A grouped layer numbers the weights of its experts, as "weight3"; in a path, such as that of
+    # "linear_fc1", a number at the end means nothing.
+    stem = component.rstrip("0123456789") if experts.name_component == -1 else ""
+    return component, stem, components[: max(position, 0)], components[position + 1 :]
