@@ -48,7 +48,7 @@ class FlatGradient:
     __slots__ = ()
     buffer: DBuffer
     index: int
-    shares: int
+    shares: int = 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy only the rows, not the buffer."""
