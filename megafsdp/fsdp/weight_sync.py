@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 
 from megafsdp.buffer.dtensor.cures import cure_of_optimizer
 from megafsdp.buffer.dtensor.recut import recut_state
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.device.torch_private import end_graph, set_tracer, untraced_frame
 from megafsdp.errors import expected
 from megafsdp.fsdp.grouping import is_replaced
@@ -403,11 +403,14 @@ def _cut_like(parameter: torch.Tensor, value: object) -> object:
     """Return an optimizer state in the form that it has for a sharded parameter."""
     if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)):
         return value
-    if value.shape != parameter.shape:
-        return value
+    # Of a parameter that a model axis has cut, the state is of this rank's part.
+    part = local_of(value) if isinstance(value, DTensor) else value
     made = torch.empty_like(parameter, dtype=value.dtype)
-    if isinstance(made, UnevenDTensor):
-        made.copy_from_full_(value)
-    elif isinstance(made, DTensor):
-        local_of(made).copy_(value)
+    if isinstance(made, UnevenDTensor) and part.shape == made.uneven_layout.part.local_shape:
+        start, stop = made.uneven_layout.element_range()
+        made.local.view(-1).copy_(part.reshape(-1)[start:stop])
+        return made
+    if isinstance(made, UnevenDTensor) or part.shape != local_tensor(made).shape:
+        return value
+    local_tensor(made).copy_(part)
     return made

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megafsdp
 from megafsdp import checkpoint, full_state_dict, load_full_state_dict, megatron
@@ -275,6 +275,37 @@ class Columns(SequentialExperts):
         self.weight1.partition_dim = 1
 
 
+class Norms(nn.Module):
+    """A norm as torch's layers have it under tensor parallelism, beside a plain parameter."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.kinds: list[type] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, scaled twice."""
+        self.kinds += [type(self.weight.data), type(self.scale)]
+        return x * self.weight.to_local() * self.scale
+
+
+def _beside_dtensors() -> None:
+    mesh, of_experts = Degrees(tp=2).meshes(2)
+    group = groups_of(mesh, of_experts).tp
+    net = nn.Sequential(Norms(mesh["tp"]), Part((8, 8), 0, group))
+    megatron.fully_shard_model(net, mesh["dp", "tp"], dp_shard_dim="dp", tp_dim="tp")
+    net(torch.ones(2, 8)).sum().backward()
+    assert net[0].kinds == [DTensor, nn.Parameter]
+    # A copy on both ranks, which counts once.
+    assert net[0].scale.placements[-1].is_replicate()
+
+
+def test_layers_with_dtensors_keep_them(ranks: Ranks) -> None:
+    """And their plain parameters."""
+    ranks(2).run(_beside_dtensors)
+
+
 def _refuses() -> None:
     mesh, of_experts = Degrees(tp=2, etp=2).meshes(2)
     groups = groups_of(mesh, of_experts)
@@ -312,6 +343,38 @@ def _refuses() -> None:
 def test_parts_that_do_not_say_what_they_are_part_of_are_refused(ranks: Ranks) -> None:
     """By name, with nothing changed."""
     ranks(2).run(_refuses)
+
+
+def _optimizers_follow(strategy: str) -> None:
+    degrees, whole = Degrees(tp=2, etp=2), oracle()
+    mesh, of_experts = degrees.meshes(4)
+    groups = groups_of(mesh, of_experts)
+    net = CoreNet(groups).load(whole, groups)
+    optimizers = [
+        torch.optim.Adagrad(n.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        for n in (whole, net)
+    ]
+    keywords: dict[str, Any] = {
+        "device_mesh": mesh["dp", "tp"],
+        "dp_shard_dim": "dp",
+        "tp_dim": "tp",
+        "zero_dp_strategy": strategy,
+        "mixed_precision_policy": IN_FP64,
+    }
+    megatron.fully_shard(net, optimizers[1], **keywords)
+    whole(_batch(0)).backward()
+    _backward(net, degrees, 0)
+    for optimizer in optimizers:
+        optimizer.step()
+    _assert_same(net, whole)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_states_that_an_optimizer_has_made_are_cut_with_the_parts(
+    ranks: Ranks, strategy: str
+) -> None:
+    """Adagrad makes its sums when it is built, of the part."""
+    ranks(4).run(_optimizers_follow, strategy)
 
 
 class Latent(nn.Module):
