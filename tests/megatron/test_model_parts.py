@@ -318,7 +318,11 @@ def _refuses() -> None:
     shared = groups_of(*Degrees(ep=2).meshes(2))
     undeclared = Part((8, 8), 0, groups.tp)
     del undeclared.weight.partition_dim
+    # A layer of this package, whose mesh was forgotten.
+    forgotten = nn.Sequential(nn.Linear(8, 8, bias=False), Part((8, 8), 0, groups.tp))
+    annotate(forgotten[0].weight, tp_dim=0)
     cases = [
+        (forgotten, ValueError, r"as its layer declares.*'0\.weight'.*set_device_mesh"),
         (undeclared, ValueError, r"partition_dim.*got -1.*'weight'.*annotate"),
         (Beside(groups.tp, mesh["tp"]), NotImplementedError, r"DTensors beside them.*'weight'"),
         (Columns(groups), NotImplementedError, r"columns of all experts.*'weight1'.*Sequential"),
