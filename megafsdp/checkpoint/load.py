@@ -274,8 +274,10 @@ def _requests(targets: TrainingState, manifest: Manifest, rules: Rules) -> _Requ
     if targets.model is not None:
         state = model_state(targets.model, manifest.stored())
         names = parameter_names(targets.model)
-        # Older checkpoints have the extra state of a module with two names only under the first.
-        objects.update(extra.key for extra in extra_states(targets.model))
+        # Older checkpoints have the extra state of a module with two names only under the first;
+        # converted ones have none, which is as good as an empty one.
+        keys = (extra.key for extra in extra_states(targets.model))
+        objects.update(key for key in keys if state.objects[key] is not None)
         objects.update(state.objects.keys() & manifest.objects.keys())
     requests = _Requests(
         tensors=state.tensors,

@@ -22,6 +22,7 @@ from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
 from megafsdp.checkpoint import load, save
 from megafsdp.checkpoint.tools.torch_file import to_torch
+from megafsdp.errors import CheckpointError
 from tests.checkpoint.sharding import (
     Toy,
     differences,
@@ -356,6 +357,23 @@ def test_extra_states_of_modules_are_restored(tmp_path: Path) -> None:
     other = nn.Sequential(_WithExtraState())
     load(tmp_path, model=other)
     assert other[0].note == "saved"
+
+
+class _WithEmptyState(nn.Linear):
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        raise AssertionError(state)
+
+
+def test_empty_extra_states_may_be_missing(tmp_path: Path) -> None:
+    """As in converted checkpoints; one that is not empty must be there."""
+    save(tmp_path, step=1, model=nn.Sequential(nn.Linear(2, 2, bias=False)))
+    load(tmp_path, model=nn.Sequential(_WithEmptyState(2, 2, bias=False)))
+    save(tmp_path, step=2, model=nn.Sequential(nn.ParameterDict({"weight": torch.ones(2)})))
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: model\.0\._extra_state"):
+        load(tmp_path, model=nn.Sequential(_WithExtraState()))
 
 
 class _TwoNames(nn.Module):

@@ -239,7 +239,13 @@ def test_clipping_keeps_copies_equal(ranks: Ranks) -> None:
 
 
 def _keeps_attributes() -> None:
-    net = _sharded(Degrees(tp=2, etp=2), oracle())
+    mesh, of_experts = Degrees(tp=2, etp=2).meshes(2)
+    net = CoreNet(groups_of(mesh, of_experts)).float()
+    net.layers[1].requires_grad_(requires_grad=False)
+    keywords: dict[str, Any] = {"dp_shard_dim": "dp", "tp_dim": "tp", "fsdp_unit_modules": [Layer]}
+    megatron.fully_shard_model(net, mesh["dp", "tp"], **keywords)
+    assert [p.requires_grad for p in net.layers[1].parameters()].count(True) == 0
+    assert all(p.requires_grad for p in net.layers[0].parameters())
     weight = net.layers[0].mlp.linear_fc2.weight
     assert weight.tensor_model_parallel and weight.partition_dim == 1
     assert net.norm.weight.sequence_parallel
@@ -331,6 +337,9 @@ def _refuses() -> None:
     for net, error, text in cases:
         with pytest.raises(error, match=text):
             megatron.fully_shard_model(net, **keywords)
+    # Experts that the other rank has not, on a mesh of both.
+    with pytest.raises(ValueError, match=r"with the same 2 of 4 experts, got 2.*expert_mesh"):
+        megatron.fully_shard_model(SequentialExperts(shared))
     # What another check refuses has its own parameters again, also those of an optimizer.
     net = nn.Sequential(Part((8, 8), 0, groups.tp), nn.Linear(8, 8).half())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
