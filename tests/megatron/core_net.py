@@ -142,6 +142,9 @@ class GroupedLinear(nn.Module):
         for i in range(NUM_EXPERTS // groups.ep.size()):
             self.register_parameter(f"weight{i}", Part(shape, dim, groups.etp, stride).weight)
 
+    get_extra_state = Part.get_extra_state
+    set_extra_state = Part.set_extra_state
+
 
 class GroupedExperts(nn.Module):
     """The same experts, with a module for each of the two maps of all of them."""

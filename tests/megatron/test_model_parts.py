@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import megafsdp
 from megafsdp import checkpoint, full_state_dict, load_full_state_dict, megatron
-from megafsdp.mesh.annotation import FusedParts, annotate, annotation_of
+from megafsdp.mesh.annotation import ExpertRange, FusedParts, annotate, annotation_of
 from megafsdp.optimizer.grads.norms import num_zero_grads, param_group_norms, total_norm
 from tests.megatron.core_net import (
     CoreNet,
@@ -39,9 +39,11 @@ def _sharded(degrees: Degrees, whole: CoreNet, **options: Any) -> CoreNet:
     is_grouped = not hasattr(whole.layers[0].mixture.experts, "local_experts")
     net = CoreNet(groups, is_grouped=is_grouped).to(whole.norm.weight.dtype).load(whole, groups)
     outer = {"dp_outer_dim": "outer"} if degrees.outer > 1 else {}
+    # Experts that are not cut need no axis for it.
+    names = ("dp", "ep", "tp") if degrees.etp > 1 else ("dp", "ep")
     keywords: dict[str, Any] = {
         "device_mesh": mesh if outer else mesh["dp", "tp"],
-        "expt_device_mesh": of_experts if outer else of_experts["dp", "ep", "tp"],
+        "expt_device_mesh": of_experts if outer else of_experts[names],
         "dp_shard_dim": "dp",
         "tp_dim": "tp",
         "fsdp_unit_modules": [Layer],
@@ -416,24 +418,53 @@ def test_gradients_of_norms_are_sums_where_ranks_have_addends(ranks: Ranks) -> N
 
 def _declared() -> None:
     mesh, of_experts = Degrees(tp=2).meshes(2)
-    groups = groups_of(mesh, of_experts)
-    whole = torch.arange(24.0).view(12, 2)
-    net = nn.Sequential(Part((12, 2), 0, groups.tp), Part((12, 2), 0, groups.tp))
-    # This rank's part of three tensors, and of two groups of two.
-    for layer, fused in zip(
-        net,
-        (FusedParts(("a", "b", "c"), (2, 1, 3)), FusedParts(("a", "b"), (2, 4), num_groups=1)),
-        strict=True,
-    ):
-        annotate(layer.weight, fused=fused)
-        parts = whole.split([2 * size for size in fused.sizes])
-        own = torch.cat([part.chunk(2)[groups.tp.rank()] for part in parts])
-        layer.weight.data.copy_(own)
+    group = groups_of(mesh, of_experts).tp
+    whole = torch.arange(48.0).view(12, 4)
+    # Three tensors, two groups of two, and two tensors whose columns are cut.
+    fused = (
+        FusedParts(("a", "b", "c"), (2, 1, 3)),
+        FusedParts(("a", "b"), (1, 2), num_groups=2),
+        FusedParts(("a", "b"), (8, 4)),
+    )
+    net = nn.Sequential(*(Part((12, 4), dim, group) for dim in (0, 0, 1)))
+    for layer, parts in zip(net, fused, strict=True):
+        annotate(layer.weight, fused=parts, sums_over_tp=True)
+        dim = layer.weight.partition_dim
+        cut = [2 * size for size in parts.sizes] if parts.num_groups + dim == 1 else [12]
+        own = [tensor.chunk(2, dim)[group.rank()] for tensor in whole.split(cut)]
+        layer.weight.data.copy_(torch.cat(own))
+    net.append(nn.Linear(4, 4, bias=False))
+    annotate(net[3].weight, sums_over_tp=True)
+    # Two modules with one parameter.
+    net.append(Part((12, 4), 0, group))
+    net[4].weight = net[0].weight
     megatron.fully_shard_model(net, mesh["dp", "tp"], dp_shard_dim="dp", tp_dim="tp")
-    for parameter in net.parameters():
-        assert torch.equal(parameter.full_tensor(), whole)
+    for layer in net[:3]:
+        assert torch.equal(layer.weight.full_tensor(), whole)
+    assert net[4].weight is net[0].weight
+    assert annotation_of(net[3].weight).sums_over_tp
 
 
 def test_fused_parts_are_declared_with_the_sizes_of_a_rank(ranks: Ranks) -> None:
     """Each tensor is cut by itself, as Megatron-core's layers of linear attention do."""
     ranks(2).run(_declared)
+
+
+def _whole_experts() -> None:
+    mesh, of_experts = Degrees(tp=2).meshes(2)
+    groups = groups_of(mesh, of_experts)
+    # Not cut, and all experts on each rank: a matrix with columns of all is like any other.
+    columns = Columns(groups)
+    megatron.fully_shard_model(columns, mesh["dp"])
+    assert annotation_of(columns.weight1).experts is None
+    # All experts on each rank of tp are copies, too, which count once.
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    net[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
+    annotate(net[1].weight, experts=ExpertRange(0, 4, 4, name_component=-2))
+    megafsdp.fully_shard(net, mesh=mesh["dp"])
+    assert net[1].weight.placements[-1].is_replicate()
+
+
+def test_experts_that_all_ranks_have_are_like_other_parameters(ranks: Ranks) -> None:
+    """Also beside tensor parallelism."""
+    ranks(2).run(_whole_experts)
