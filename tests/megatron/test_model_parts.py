@@ -442,6 +442,12 @@ def _declared() -> None:
     for layer in net[:3]:
         assert torch.equal(layer.weight.full_tensor(), whole)
     assert net[4].weight is net[0].weight
+    of_whole = (
+        FusedParts(("a", "b", "c"), (4, 2, 6)),
+        FusedParts(("a", "b"), (1, 2), num_groups=4),
+        fused[2],
+    )
+    assert [annotation_of(layer.weight).fused for layer in net[:3]] == list(of_whole)
     assert annotation_of(net[3].weight).sums_over_tp
 
 
