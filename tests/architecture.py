@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         | {"checkpoint", "_native"}
     ),
     # On top of all others: bridges to other libraries, and the keywords of one.
-    "integrations": frozenset({"checkpoint", "fsdp", "optimizer"}),
+    "integrations": frozenset({"buffer", "checkpoint", "fsdp", "mesh", "optimizer"}),
     "megatron": frozenset({"fsdp", "mesh", "optimizer"}),
     # python -m megafsdp.
     "__main__": frozenset({"training"}),

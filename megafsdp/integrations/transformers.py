@@ -70,7 +70,15 @@ class Sharded(Trainer):
     model: nn.Module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model: Any = args[0] if args else kwargs.get("model")
+        is_distributed = getattr(model, "_is_distributed_loading_by_transformers", False)
+        if is_distributed:
+            # Trainers refuse to save the states of a model from replacing_fsdp2(); this one does.
+            model._is_distributed_loading_by_transformers = False
         super().__init__(*args, **kwargs)
+        if is_distributed:
+            model._is_distributed_loading_by_transformers = True
+            self.is_distributed_loading_by_transformers = True
         # After all changes that trainers make to a model, such as adding adapters.
         given = [] if self.optimizer is None else [self.optimizer]
         self.model = self.model_wrapped = self._sharded(self.model, given)
