@@ -404,13 +404,9 @@ def _cut_like(parameter: torch.Tensor, value: object) -> object:
     if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)):
         return value
     # Of a parameter that a model axis has cut, the state is of this rank's part.
-    part = local_of(value) if isinstance(value, DTensor) else value
-    made = torch.empty_like(parameter, dtype=value.dtype)
-    if isinstance(made, UnevenDTensor) and part.shape == made.uneven_layout.part.local_shape:
-        start, stop = made.uneven_layout.element_range()
-        made.local.view(-1).copy_(part.reshape(-1)[start:stop])
-        return made
-    if isinstance(made, UnevenDTensor) or part.shape != local_tensor(made).shape:
+    part, made = local_tensor(value), torch.empty_like(parameter, dtype=value.dtype)
+    layout = made.uneven_layout if isinstance(made, UnevenDTensor) else None
+    if part.shape != (local_tensor(made).shape if layout is None else layout.part.local_shape):
         return value
-    local_tensor(made).copy_(part)
+    local_tensor(made).copy_(part if layout is None else layout.rows_of_part(part))
     return made

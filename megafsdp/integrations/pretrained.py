@@ -27,9 +27,6 @@ from megafsdp.fsdp.fully_shard import fully_shard
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.mesh.model_part import part_of
 
-Replacement = Callable[..., Any]
-
-
 # What transformers has, by name.
 _ORIGINALS: dict[str, Any] = {
     "fully_shard": fsdp.fully_shard,
@@ -68,11 +65,10 @@ def replacing_fsdp2(**options: Any) -> Iterator[None]:
 
     def shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
         if "strategy" in options:
-            # It decides the same.
-            given.pop("reshard_after_forward", None)
+            given.pop("reshard_after_forward", None)  # The strategy decides it.
         return fully_shard(module, **{**given, **options})
 
-    replacements: list[tuple[Any, str, Replacement]] = [
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
         (fsdp, "fully_shard", shard),
         (mixin, "apply_fully_sharded_data_parallelism", _shard_tied_together),
         (core_model_loading, "DtensorShardOperation", _reader_of),
@@ -114,21 +110,22 @@ class _Reader:
             None for a matrix of an expert that this rank does not have.
         """
         part, shape = self._layout.part, _shape_of(source)
-        # Other shapes are read whole, and are reported as mismatched.
-        found = source[...] if tensor_idx is not None or shape != part.shape else None
-        if found is None:
-            everything = whole(part.shape)
+        if tensor_idx is None and shape == part.shape:
+            everything = whole(shape)
             rows = [source[r.slices_in(everything)].reshape(-1) for r in self._layout.regions()]
-            found = torch.cat([torch.empty(0, dtype=dtype), *rows])
-            return found.view(self._layout.local_shape()).to(device=device, dtype=dtype)
-        if tensor_idx is not None and part.dim is not None:
-            is_matrix_of_stack = len(shape) == len(part.shape) - 1
+            found = torch.cat([torch.empty(0, dtype=dtype), *rows]).view(self._layout.local_shape())
+        elif tensor_idx is None or part.dim is None:
+            # A tensor of another shape is read whole, and reported as mismatched.
+            found = source[...]
+        elif part.dim == 0 and len(shape) < len(part.shape):
             index = tensor_idx % part.shape[0]
-            if not is_matrix_of_stack or part.dim > 0:
-                dim = part.dim - is_matrix_of_stack
-                found = part_of(shape, dim, part.num_ranks, part.rank).cut(found)
-            elif not any(first <= index < first + length for first, length in part.pieces):
+            if not any(first <= index < first + length for first, length in part.pieces):
                 return None
+            found = source[...]
+        else:
+            # A matrix of a stack lacks the stack's first dim.
+            dim = part.dim - len(part.shape) + len(shape)
+            found = part_of(shape, dim, part.num_ranks, part.rank).cut(source[...])
         return found.to(device=device, dtype=dtype)
 
 
@@ -155,11 +152,9 @@ def _set_parameter(
     loading_info.missing_keys.discard(target_name)
     wanted = own.shape
     if isinstance(parameter, UnevenDTensor):
-        layout = parameter.uneven_layout
-        wanted = torch.Size(layout.part.local_shape)
+        wanted = torch.Size(parameter.uneven_layout.part.local_shape)
         if param_value.shape == wanted:
-            start, stop = layout.element_range()
-            param_value = param_value.reshape(-1)[start:stop].view(own.shape)
+            param_value = parameter.uneven_layout.rows_of_part(param_value)
     if param_value.shape != own.shape:
         loading_info.mismatched_keys.add((target_name, param_value.shape, wanted))
         return

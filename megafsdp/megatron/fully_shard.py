@@ -82,7 +82,7 @@ def fully_shard_model(
         "nccl_user_buffers": keywords["nccl_ub"],
     }
     units = keywords["fsdp_unit_modules"]
-    axes = [_model_axis(m, keywords) for m in (device_mesh, keywords["expt_device_mesh"])]
+    axes = _model_axes(device_mesh, keywords)
     _prepare(module, device_mesh, keywords)
     with parts_as_dtensors(module, *axes):
         if units:
@@ -212,25 +212,30 @@ def _data_mesh(
     )
 
 
-def _model_axis(mesh: DeviceMesh | None, keywords: MegatronKeywords) -> DeviceMesh | None:
-    """Return the axis of tensor parallelism in a mesh; None without one.
+def _model_axes(
+    device_mesh: DeviceMesh | None, keywords: MegatronKeywords
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the axes of tensor parallelism of all parameters and of experts; None without one.
 
     Raises:
-        ValueError: It is an axis of data parallelism.
+        ValueError: The mesh has no such axis, or it is one of data parallelism.
     """
-    name = keywords["tp_dim"]
-    if mesh is None or name is None or name not in (mesh.mesh_dim_names or ()):
-        return None
-    if name in (keywords["dp_shard_dim"], keywords["dp_outer_dim"]):
+    name, of_experts = keywords["tp_dim"], keywords["expt_device_mesh"]
+    if device_mesh is None or name is None:
+        return None, None
+    axes = device_mesh.mesh_dim_names or ()
+    if name not in axes or name in (keywords["dp_shard_dim"], keywords["dp_outer_dim"]):
         raise ValueError(
             expected(
-                "an axis of tensor parallelism beside those of data parallelism",
-                f"tp_dim={name!r}, which divides or repeats parameters too",
+                "an axis of device_mesh beside those of data parallelism",
+                f"tp_dim={name!r} and a mesh of axes {axes}",
                 where="fully_shard_model()",
                 hint="Leave tp_dim out without tensor parallelism",
             )
         )
-    return mesh[name]
+    if of_experts is None or name not in (of_experts.mesh_dim_names or ()):
+        return device_mesh[name], None  # Experts may be whole where other weights are cut.
+    return device_mesh[name], of_experts[name]
 
 
 def _policy_of(policy: object, module: nn.Module) -> Any:

@@ -139,15 +139,15 @@ def parts_as_dtensors(
     """
     found = _plain_parameters(module, tp_mesh, expert_tp_mesh)
     facts = [_facts_of(plain) for plain in found]
-    for plain, annotation in zip(found, facts, strict=True):
-        set_annotation(plain.parameter, annotation)
     places = []
-    for plain in found:
-        is_undeclared = plain.is_part or annotation_of(plain.parameter).tp_dim is None
-        is_alone = plain.is_part or not plain.is_beside_dtensors
-        if plain.mesh is not None and plain.mesh.size() > 1 and is_undeclared and is_alone:
-            made = _as_dtensor(plain.parameter, plain.mesh)
+    for plain, known in zip(found, facts, strict=True):
+        # A layer that declares a cut, but was given no mesh, is refused by the engine.
+        is_copy = known.tp_dim is None and not plain.is_beside_dtensors
+        if plain.mesh is not None and plain.mesh.size() > 1 and (plain.is_part or is_copy):
+            made = _as_dtensor(plain.parameter, known, plain.mesh)
             places += [(owner, name, plain.parameter, made) for owner, name in plain.owners]
+        else:
+            set_annotation(plain.parameter, known)
     for owner, name, _, made in places:
         owner._parameters[name] = made
         setattr(owner, COMPUTES_ON_PART, True)
@@ -229,13 +229,16 @@ def _of_all_ranks(fused: FusedParts, num_ranks: int) -> FusedParts:
     return replace(fused, sizes=tuple(size * num_ranks for size in fused.sizes))
 
 
-def _as_dtensor(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _as_dtensor(
+    parameter: nn.Parameter, known: ParameterAnnotation, mesh: DeviceMesh
+) -> nn.Parameter:
     """Return a DTensor parameter whose local tensor aliases a parameter, with its attributes."""
-    dim, shape = annotation_of(parameter).tp_dim, list(parameter.shape)
+    dim, shape = known.tp_dim, list(parameter.shape)
     if dim is not None:
         shape[dim] *= mesh.size()
     placement = Replicate() if dim is None else Shard(dim)
     wrapped = wrap_part(parameter.detach(), mesh, (placement,), tuple(shape))
     made = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
+    set_annotation(made, known)
     return made

@@ -370,6 +370,7 @@ def _bad_meshes() -> None:
         (hybrid | {"hybrid_fsdp_expt_group": alone}, ValueError, "hybrid_fsdp_expt_group"),
         (hybrid | {"outer_dp_sharding_strategy": 2}, ValueError, "'no_shard' or 'optim'"),
         (hybrid | {"tp_dim": "inner"}, ValueError, "beside those of data.*tp_dim='inner'"),
+        (hybrid | {"tp_dim": "tp"}, ValueError, "an axis of device_mesh.*'outer', 'inner'"),
         (hybrid | {"device": "meta"}, ValueError, "of the mesh's type, cpu, got meta"),
         ({"zero_dp_strategy": "zero"}, ValueError, "optim_grads_params"),
         ({"nccl_ub": True, "zero_dp_strategy": 1}, ValueError, "nccl_user_buffers"),

@@ -342,8 +342,8 @@ def _refuses() -> None:
     # Experts that the other rank has not, on a mesh of both.
     with pytest.raises(ValueError, match=r"with the same 2 of 4 experts, got 2.*expert_mesh"):
         megatron.fully_shard_model(SequentialExperts(shared))
-    # What another check refuses has its own parameters again, also those of an optimizer.
-    net = nn.Sequential(Part((8, 8), 0, groups.tp), nn.Linear(8, 8).half())
+    # What another check refuses is as it was, and so is its optimizer.
+    net = nn.Sequential(Part((8, 8), 0, groups.tp, stride=2), nn.Linear(8, 8).half())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = list(net.parameters())
     with pytest.raises(ValueError, match="float16"):
@@ -353,6 +353,7 @@ def _refuses() -> None:
     assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
     megatron.fully_shard(net, optimizer, **keywords)
     assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+    assert annotation_of(net[0].weight).fused.sizes == (4, 4)
 
 
 def test_parts_that_do_not_say_what_they_are_part_of_are_refused(ranks: Ranks) -> None:

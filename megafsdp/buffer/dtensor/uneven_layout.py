@@ -204,6 +204,11 @@ class UnevenLayout:
         pieces = [full[region.slices_in(everything)].reshape(-1) for region in self.regions()]
         return torch.cat([full.new_empty(0), *pieces]).view(self.local_shape())
 
+    def rows_of_part(self, part: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of its model part, in their local shape; a view if it can be."""
+        start, stop = self.element_range()
+        return part.reshape(-1)[start:stop].view(self.local_shape())
+
     def row(self, index: int) -> tuple[int, UnevenLayout]:
         """Return where row ``index`` starts in the local tensor, and its layout over the shards.
 
