@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.distributed import fsdp, mixin
 
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
-from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout, whole
+from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.buffer.dtensor.unwritten import mark_written
 from megafsdp.errors import expected
 from megafsdp.fsdp.fully_shard import fully_shard
@@ -111,9 +111,9 @@ class _Reader:
         """
         part, shape = self._layout.part, _shape_of(source)
         if tensor_idx is None and shape == part.shape:
-            everything = whole(shape)
-            rows = [source[r.slices_in(everything)].reshape(-1) for r in self._layout.regions()]
-            found = torch.cat([torch.empty(0, dtype=dtype), *rows]).view(self._layout.local_shape())
+            found = self._layout.rows_of(source)
+        elif shape == part.shape:
+            found = part.cut(source[...])
         elif tensor_idx is None or part.dim is None:
             # A tensor of another shape is read whole, and reported as mismatched.
             found = source[...]

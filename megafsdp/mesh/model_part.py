@@ -137,7 +137,7 @@ def part_of(
 
     Raises:
         ValueError: The ranks do not divide the groups.
-        NotImplementedError: Fused tensors are cut separately along another dimension than 0.
+        NotImplementedError: Fused tensors are cut separately along the last of several dims.
     """
     if dim is None:
         return ModelPart(shape, None, num_ranks, rank, ())
@@ -156,14 +156,14 @@ def part_of(
             )
         # The ranks divide the groups, so chunks of the whole dimension end between two groups.
         return ModelPart(shape, dim, num_ranks, rank, (shape[dim],))
-    if dim != 0:
+    if dim == len(shape) - 1 > 0:
         # A row would have several pieces, so that no range of rows is one region of the whole.
         raise NotImplementedError(
             expected(
-                "fused parts along dim 0",
+                "fused parts along dim 0, or between the matrices and the columns of a stack",
                 f"parts along dim {dim}, which a model axis of {num_ranks} ranks cuts",
                 where=where,
-                hint="Lay the parts along dim 0, or cut another dimension",
+                hint="Lay the parts along another dim, or cut another one",
             )
         )
     return ModelPart(shape, dim, num_ranks, rank, fused.sizes)

@@ -20,10 +20,10 @@ def _parts(draw: st.DrawFn) -> list[ModelPart]:
     num_ranks = draw(st.integers(1, 4))
     dim = draw(st.none() | st.integers(0, len(shape) - 1))
     fused = None
-    if dim == 0 and draw(st.booleans()):
+    if dim is not None and (dim == 0 or dim < len(shape) - 1) and draw(st.booleans()):
         sizes = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple))
-        fused = FusedParts(tuple("abcd"[: len(sizes)]), sizes)
-        shape = (sum(sizes), *shape[1:])
+        fused = FusedParts(tuple("abcd"[: len(sizes)]), sizes, dim)
+        shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
     return [part_of(shape, dim, num_ranks, rank, fused) for rank in range(num_ranks)]
 
 
@@ -91,12 +91,14 @@ def test_query_groups_are_not_divided() -> None:
 
 
 def test_fused_columns_are_refused() -> None:
-    """Parts along dim 1 would make a row of several pieces."""
+    """Parts along the last dim would make a row of several pieces; those of a stack do not."""
     with pytest.raises(NotImplementedError, match="parts along dim 1, which a model axis of 2"):
         part_of((4, 12), 1, 2, 0, FusedParts(("gate", "up"), (6, 6), dim=1))
     # One rank, or one part, has them in one piece.
     assert part_of((4, 12), 1, 1, 0, FusedParts(("gate", "up"), (6, 6), dim=1)).is_whole
     assert part_of((4, 12), 1, 2, 1, FusedParts(("up",), (12,), dim=1)).pieces == ((6, 6),)
+    stack = part_of((3, 12, 5), 1, 2, 1, FusedParts(("gate", "up"), (6, 6), dim=1))
+    assert stack.pieces == ((3, 3), (9, 3))
 
 
 def test_a_tensor_without_a_model_axis_is_whole() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -100,20 +100,38 @@ def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list
     ]
 
 
+def _with_range(region: Region, dim: int, first: int, length: int) -> Region:
+    """Return a region with another range of one dim."""
+    offsets, sizes = list(region.offsets), list(region.sizes)
+    offsets[dim], sizes[dim] = first, length
+    return Region(tuple(offsets), tuple(sizes))
+
+
 def _in_whole(region: Region, part: ModelPart) -> list[Region]:
     """Return the regions of the whole tensor that make up a region of a part, in its order."""
     dim = part.dim
     assert dim is not None, "a part that is not whole is cut along a dimension"
+    leading = next((i for i in range(dim) if region.sizes[i] > 1), None)
+    if leading is not None and len(part.pieces) > 1:
+        # In a stack whose matrices are cut into pieces, those of one matrix come before the next.
+        first, count = region.offsets[leading], region.sizes[leading]
+        ones = (_with_range(region, leading, i, 1) for i in range(first, first + count))
+        return [moved for one in ones for moved in _in_whole(one, part)]
     start, stop = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
     found, base = [], 0
     for first, length in part.pieces:
         low, high = max(start, base), min(stop, base + length)
         if low < high:
-            offsets, sizes = list(region.offsets), list(region.sizes)
-            offsets[dim], sizes[dim] = first + low - base, high - low
-            found.append(Region(tuple(offsets), tuple(sizes)))
+            found.append(_with_range(region, dim, first + low - base, high - low))
         base += length
     return found
+
+
+class Sliceable(Protocol):
+    """A tensor, or what reads one from a file by its slices."""
+
+    def __getitem__(self, slices: tuple[slice, ...], /) -> torch.Tensor:
+        """Return a part of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +215,18 @@ class UnevenLayout:
             return 1
         return max(len(self.regions(shard)) for shard in range(self.num_shards))
 
-    def rows_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's rows of a whole tensor, in their local shape."""
+    def rows_of(self, full: Sliceable) -> torch.Tensor:
+        """Return a copy of this rank's rows of a whole tensor, in their local shape.
+
+        Args:
+            full: A tensor, or what reads one from a file; then no rows are in torch's default
+                dtype.
+        """
         everything = whole(self.shape)
         # Take regions: a tensor-parallel part is no contiguous flat range of the whole.
         pieces = [full[region.slices_in(everything)].reshape(-1) for region in self.regions()]
-        return torch.cat([full.new_empty(0), *pieces]).view(self.local_shape())
+        nothing = full.new_empty(0) if isinstance(full, torch.Tensor) else torch.empty(0)
+        return (torch.cat(pieces) if pieces else nothing).view(self.local_shape())
 
     def rows_of_part(self, part: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of its model part, in their local shape; a view if it can be."""

@@ -31,11 +31,12 @@ from torch.distributed.tensor.placement_types import Placement
 from megafsdp.errors import expected
 from megafsdp.mesh.annotation import annotation_of, copy_annotation
 from megafsdp.mesh.dtensor import cut_dim
+from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.mesh.model_part import ModelPart, part_of, whole_part
 from megafsdp.mesh.parallel_dims import TP
 from megafsdp.mesh.spmd import SpmdMesh, as_spmd
 from megafsdp.mesh.spmd_types import complete_types, is_typed, typed_part
-from megafsdp.mesh.torch_private import local_of, root_of, wrap_part
+from megafsdp.mesh.torch_private import StridedShard, local_of, root_of, wrap_part
 
 # A class attribute of layers whose forward takes the plain part of a parameter.
 COMPUTES_ON_PART = "computes_on_part"
@@ -218,6 +219,11 @@ def model_part_of(parameter: DTensor) -> ModelPart:
     dim = cut_dim(parameter.placements[0])
     # torch cuts DTensors as torch.chunk does; a layer that declares a fused cut made it itself.
     fused = annotation.fused if dim is not None and annotation.tp_dim == dim else None
+    placement = parameter.placements[0]
+    if fused is None and dim is not None and isinstance(placement, StridedShard):
+        num_parts = int(placement.split_factor)
+        sizes = (parameter.shape[dim] // num_parts,) * num_parts
+        fused = FusedParts(tuple(map(str, range(num_parts))), sizes, dim)
     return part_of(tuple(parameter.shape), dim, mesh.size(), mesh.get_local_rank(), fused)
 
 
@@ -383,16 +389,27 @@ def _check_placement(name: str, parameter: DTensor) -> None:
                 hint="Call redistribute(placements=[Replicate()]) on it before fully_shard()",
             )
         )
-    # Compare classes: a strided shard is a subclass of Shard in some versions of torch.
-    if type(placement) not in (Shard, Replicate):
+    if type(placement) not in (Shard, Replicate, StridedShard):
         raise NotImplementedError(
             expected(
-                "Shard(dim) or Replicate() on the model axis",
+                "a shard or Replicate() on the model axis",
                 repr(placement),
                 where=where,
                 hint="Give the parameters of a model that was not sharded before",
             )
         )
+    if isinstance(placement, StridedShard):
+        dim, num_parts = int(placement.dim), int(placement.split_factor)
+        # Several pieces of one row would be no region of the whole.
+        if int(parameter.shape[dim]) % num_parts or dim == parameter.ndim - 1 > 0:
+            raise NotImplementedError(
+                expected(
+                    f"{num_parts} fused tensors of one size, along another dim than the last",
+                    f"{parameter.shape[dim]} elements along dim {dim}",
+                    where=f"{where} with placement {placement}",
+                    hint="Distribute it by Shard(), or lay its tensors along another dim",
+                )
+            )
 
 
 def _check_local(name: str, parameter: DTensor, part: ModelPart) -> None:

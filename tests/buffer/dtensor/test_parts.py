@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[tuple[int, ...], int | None, FusedParts | None, int | Non
     "bias": ((9,), 0, None, None),
     "stack of experts": ((3, 4, 5), 0, None, 5),
     "stack, columns": ((3, 4, 6), 2, None, 3),
+    "stack, gate and up": ((3, 10, 4), 1, replace(GATE_AND_UP, dim=1), 4),
 }
 
 
@@ -83,8 +85,8 @@ def test_rows_on_four_data_ranks_and_two_tp_ranks(num_rows: int) -> None:
 
 
 @given(
-    shape=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
-    dim=st.integers(0, 2),
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    dim=st.integers(0, 3),
     num_ranks=st.integers(1, 3),
     num_shards=st.integers(1, 4),
     padding_rows=st.integers(0, 4),
@@ -101,8 +103,8 @@ def test_regions_name_each_element_of_the_whole_once(
     """Regions of all parts and shards cover the tensor, in the order of the local elements."""
     dim = dim % len(shape)
     fused = None
-    if is_fused and dim == 0 and shape[0] > 1:
-        fused = FusedParts(("a", "b"), (1, shape[0] - 1))
+    if is_fused and (dim == 0 or dim < len(shape) - 1) and shape[dim] > 1:
+        fused = FusedParts(("a", "b"), (1, shape[dim] - 1), dim)
     numbers = torch.arange(math.prod(shape)).view(shape)
     seen: list[int] = []
     for rank in range(num_ranks):

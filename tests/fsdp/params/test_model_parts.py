@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from megafsdp import FSDPModule, fully_shard, fully_shard_model
+from megafsdp import (
+    FSDPModule,
+    clip_grad_norm_,
+    full_tensor,
+    fully_shard,
+    fully_shard_model,
+)
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.params.model_parts import read_placement
 from megafsdp.mesh.annotation import FusedParts, annotate
@@ -52,7 +59,8 @@ def _unsound_placements() -> None:
     # Made before, for the first of each kind makes its groups.
     cases = [
         ([Partial()], tp, ValueError, ["Partial", "redistribute"]),
-        ([StridedShard(0, split_factor=2)], tp, NotImplementedError, ["Shard(dim)", "sharded"]),
+        ([StridedShard(0, split_factor=3)], tp, NotImplementedError, ["3 fused", "8 elements"]),
+        ([StridedShard(1, split_factor=2)], tp, NotImplementedError, ["2 fused", "along dim 1"]),
         ([Shard(0), Shard(1)], grid, NotImplementedError, ["one axis", "(2, 2)"]),
         ([Replicate(), Shard(0)], grid, NotImplementedError, ["one axis", "(2, 2)"]),
         ([Shard(0)], data, ValueError, ["beside", "mesh="]),
@@ -69,7 +77,7 @@ def _unsound_placements() -> None:
 
 
 def test_parameters_that_a_model_axis_cannot_cut_are_refused(ranks: Ranks) -> None:
-    """Partial, strided, cut by two axes, by the data axis or by one that shares ranks with it."""
+    """Partial, in odd strides, by two axes, by the data axis or one that shares ranks with it."""
     ranks(4).run(_unsound_placements)
 
 
@@ -163,6 +171,48 @@ def _placements() -> None:
 def test_a_dtensor_says_its_part_its_face_and_its_sums(ranks: Ranks) -> None:
     """Torch's cuts are those of torch.chunk, a declared cut goes through each fused tensor."""
     ranks(4).run(_placements)
+
+
+class Gated(nn.Module):
+    """A stack of [gate; up], as transformers' tensor parallelism cuts it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's addend of a function of (stack, width)."""
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        gate, up = torch.einsum("ek,enk->en", x, weight).chunk(2, 1)
+        return (gate.sigmoid() * up).sum()
+
+
+def _strides() -> None:
+    grid = _grid()
+    whole = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(0))
+    tp = grid["tp"].get_local_rank()
+    own = torch.cat([part.chunk(2, 1)[tp] for part in whole.chunk(2, 1)], 1)
+    strided = [StridedShard(1, split_factor=2)]
+    cut = DTensor.from_local(own, grid["tp"], strided, shape=whole.shape, stride=whole.stride())
+    reference, layer = Gated(whole), Gated(cut)
+    fully_shard(layer, mesh=grid["data"])
+    assert torch.equal(full_tensor(layer.weight), whole)
+    rows = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    for step in range(2):
+        (sum(map(reference, rows)) / 2).backward()
+        layer(rows[grid["data"].get_local_rank()]).backward()
+        torch.testing.assert_close(full_tensor(layer.weight.grad), reference.weight.grad)
+        norm = clip_grad_norm_(layer, math.inf)
+        torch.testing.assert_close(norm, reference.weight.grad.norm(), rtol=1e-6, atol=0)
+        for net in (reference, layer):
+            torch.optim.SGD(net.parameters(), lr=0.1 * (step + 1)).step()
+            net.zero_grad()
+    torch.testing.assert_close(full_tensor(layer.weight), reference.weight.detach())
+
+
+def test_strided_shards_are_fused_tensors_cut_by_themselves(ranks: Ranks) -> None:
+    """Between the matrices and the columns of a stack."""
+    ranks(4).run(_strides)
 
 
 def _plain_beside_cut() -> None:
