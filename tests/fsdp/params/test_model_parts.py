@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -210,6 +211,8 @@ def _strides() -> None:
     torch.testing.assert_close(full_tensor(layer.weight), reference.weight.detach())
 
 
+# Of such gradients torch 2.11 cannot make a copy, under FSDP2 either.
+@pytest.mark.skipif(not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="of torch 2.12")
 def test_strided_shards_are_fused_tensors_cut_by_themselves(ranks: Ranks) -> None:
     """Between the matrices and the columns of a stack."""
     ranks(4).run(_strides)
