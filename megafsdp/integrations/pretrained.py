@@ -75,13 +75,14 @@ def replacing_fsdp2(**options: Any) -> Iterator[None]:
         (core_model_loading, "set_param_for_module", _set_parameter),
         (PreTrainedModel, "_move_missing_keys_from_meta_to_device", _give_memory),
     ]
+    before = [getattr(owner, name) for owner, name, _ in replacements]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
     try:
         yield
     finally:
-        for owner, name, _ in replacements:
-            setattr(owner, name, _ORIGINALS[name])
+        for (owner, name, _), replaced in zip(replacements, before, strict=True):
+            setattr(owner, name, replaced)
 
 
 class _Reader:

@@ -71,13 +71,17 @@ class Sharded(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model: Any = args[0] if args else kwargs.get("model")
-        is_distributed = getattr(model, "_is_distributed_loading_by_transformers", False)
-        if is_distributed:
-            # Trainers refuse to save the states of a model from replacing_fsdp2(); this one does.
-            model._is_distributed_loading_by_transformers = False
-        super().__init__(*args, **kwargs)
-        if is_distributed:
-            model._is_distributed_loading_by_transformers = True
+        flag = "_is_distributed_loading_by_transformers"
+        # Trainers refuse to save the states of a model from replacing_fsdp2(); this one does.
+        is_hidden = isinstance(model, FSDPModule) and getattr(model, flag, False)
+        if is_hidden:
+            setattr(model, flag, False)
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            if is_hidden:
+                setattr(model, flag, True)
+        if is_hidden:
             self.is_distributed_loading_by_transformers = True
         # After all changes that trainers make to a model, such as adding adapters.
         given = [] if self.optimizer is None else [self.optimizer]

@@ -189,13 +189,13 @@ def _facts_of(plain: _Plain) -> ParameterAnnotation:
     if not plain.is_part:
         is_addend = plain.is_norm_of_heads or getattr(parameter, "sequence_parallel", False)
         return replace(known, sums_over_tp=known.sums_over_tp or is_addend)
-    dim = getattr(parameter, "partition_dim", -1)
-    fused = known.fused
-    if fused is None and getattr(parameter, "partition_stride", 1) == 2:
+    dim, fused = getattr(parameter, "partition_dim", -1), known.fused
+    is_known = dim in range(parameter.ndim)
+    if is_known and fused is None and getattr(parameter, "partition_stride", 1) == 2:
         fused = gate_and_up(parameter.shape[dim] // 2, dim=dim)
     if num_ranks == 1:
         return replace(known, fused=fused)
-    if dim not in range(parameter.ndim):
+    if not is_known:
         raise ValueError(
             expected(
                 "the dimension that is cut, as partition_dim of the parameter",

@@ -164,7 +164,11 @@ def test_transformers_has_its_own_functions_again() -> None:
     """After the context, also if it ends by an exception; meshes are refused before it begins."""
     before = fsdp.fully_shard, core_model_loading.set_param_for_module
     with pytest.raises(KeyError), replacing_fsdp2():
-        assert fsdp.fully_shard is not before[0]
+        outer = fsdp.fully_shard
+        assert outer is not before[0]
+        with replacing_fsdp2(strategy="optim"):
+            assert fsdp.fully_shard not in (outer, before[0])
+        assert fsdp.fully_shard is outer
         raise KeyError
     assert (fsdp.fully_shard, core_model_loading.set_param_for_module) == before
     refused = pytest.raises(TypeError, match=r"meshes, got \['mesh'\].*DistributedConfig")

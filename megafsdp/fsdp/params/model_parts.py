@@ -216,10 +216,10 @@ def read_spmd_placement(
 def model_part_of(parameter: DTensor) -> ModelPart:
     """Return this rank's part of a DTensor parameter on a mesh of one axis, the model axis."""
     mesh, annotation = parameter.device_mesh, annotation_of(parameter)
-    dim = cut_dim(parameter.placements[0])
+    placement = parameter.placements[0]
+    dim = cut_dim(placement)
     # torch cuts DTensors as torch.chunk does; a layer that declares a fused cut made it itself.
     fused = annotation.fused if dim is not None and annotation.tp_dim == dim else None
-    placement = parameter.placements[0]
     if fused is None and dim is not None and isinstance(placement, StridedShard):
         num_parts = int(placement.split_factor)
         sizes = (parameter.shape[dim] // num_parts,) * num_parts
