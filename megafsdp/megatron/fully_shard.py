@@ -23,6 +23,7 @@ from megafsdp.fsdp.materialize import materialize
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy as OwnPolicy
 from megafsdp.fsdp.weight_sync import fully_shard_optimizer as check_optimizer
 from megafsdp.fsdp.weight_sync import optimizers_follow
+from megafsdp.megatron.fused_layers import declare_fused
 from megafsdp.megatron.keywords import (
     DEFAULTS,
     MegatronKeywords,
@@ -84,6 +85,7 @@ def fully_shard_model(
     units = keywords["fsdp_unit_modules"]
     axes = _model_axes(device_mesh, keywords)
     _prepare(module, device_mesh, keywords)
+    declare_fused(module, 1 if axes[0] is None else axes[0].size())
     with parts_as_dtensors(module, *axes):
         if units:
             shard_units(module, units, **options)

@@ -5,7 +5,6 @@ tensor parallelism has cut it::
 
     tensor_model_parallel  True for a part of a weight
     partition_dim          the dimension that is cut
-    partition_stride       2 for [gate; up] of a gated MLP, each of which is cut by itself
     sequence_parallel      True for a copy of which each rank computes an addend of the gradient
 
 The engine learns parts from DTensors, so each parameter becomes one with the parameter's own memory
@@ -31,7 +30,7 @@ from megafsdp.mesh.annotation import (
     annotation_of,
     set_annotation,
 )
-from megafsdp.mesh.fused_parts import FusedParts, gate_and_up
+from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.mesh.torch_private import wrap_part
 
 # Norms of single heads, of which a rank has some: it computes an addend of the gradient with or
@@ -190,20 +189,16 @@ def _facts_of(plain: _Plain) -> ParameterAnnotation:
         is_addend = plain.is_norm_of_heads or getattr(parameter, "sequence_parallel", False)
         return replace(known, sums_over_tp=known.sums_over_tp or is_addend)
     dim, fused = getattr(parameter, "partition_dim", -1), known.fused
-    is_known = dim in range(parameter.ndim)
-    if is_known and fused is None and getattr(parameter, "partition_stride", 1) == 2:
-        fused = gate_and_up(parameter.shape[dim] // 2, dim=dim)
     if num_ranks == 1:
-        return replace(known, fused=fused)
-    if not is_known:
+        return known
+    if dim not in range(parameter.ndim):
         raise ValueError(
             expected(
                 "the dimension that is cut, as partition_dim of the parameter",
                 repr(dim),
                 where=f"'{plain.name}' with tensor_model_parallel, in fully_shard_model()",
-                hint="Set partition_dim, as Megatron-core leaves it out for state-space layers and "
-                "linear attention; annotate(parameter, fused=...) says which tensors are fused in "
-                "the parameters of such a layer",
+                hint="Set partition_dim; if tensors are fused in the parameter, say by "
+                "annotate(parameter, fused=...) which",
             )
         )
     if hasattr(plain.owners[0][0], "num_local_experts"):
