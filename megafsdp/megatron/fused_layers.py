@@ -62,7 +62,7 @@ def _declare(parameter: nn.Parameter, fused: FusedParts | None) -> None:
 
 def _by_attributes(parameter: nn.Parameter) -> FusedParts | None:
     dim = getattr(parameter, "partition_dim", -1)
-    if dim not in range(parameter.ndim) or not _is_part(parameter):
+    if dim not in range(parameter.ndim):
         return None
     sizes = [size for size in getattr(parameter, "partition_sizes", None) or () if size]
     if sizes:
@@ -115,7 +115,9 @@ def _declare_recurrent(name: str, layer: Any, num_tp_ranks: int) -> None:
         # It norms single heads, of which each rank has some.
         for parameter in layer.out_norm.parameters():
             set_annotation(parameter, replace(annotation_of(parameter), sums_over_tp=True))
-    _share_parameters(layer, getattr(layer, "cp", None))
+    # A state-space layer gives its parameters to an object that serves context parallelism.
+    for value in tuple(vars(layer).values()):
+        _share_parameters(layer, value)
 
 
 def _parts_of(layer: Any) -> Iterator[tuple[str, nn.Parameter, Mapping[str, int] | None]]:
@@ -184,7 +186,7 @@ class _ReadsParameters:
 
 
 def _share_parameters(layer: nn.Module, holder: Any) -> None:
-    """Let an object that a layer has given its parameters read them from the layer."""
+    """Let an object read those of its attributes from a layer that are the layer's parameters."""
     name_of = {id(parameter): name for name, parameter in layer._parameters.items()}
     attributes = vars(holder) if hasattr(holder, "__dict__") else {}
     names = {key: name_of[id(value)] for key, value in attributes.items() if id(value) in name_of}

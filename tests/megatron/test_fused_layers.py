@@ -274,6 +274,21 @@ def test_tensors_have_the_names_of_nvidias_checkpoints() -> None:
     }
 
 
+def test_other_parameters_stay_as_they_are() -> None:
+    """Such as those of a fused norm, of layers within, and of models without the marks."""
+    layer = GatedDelta(ALONE)
+    layer.in_proj.layer_norm_weight = nn.Parameter(torch.empty(WIDTH))
+    layer.inner = nn.Module()
+    layer.inner.weight = _part(WIDTH)
+    declare_fused(layer, 1)
+    for parameter in (layer.in_proj.layer_norm_weight, layer.inner.weight):
+        assert annotation_of(parameter).fused is None and not hasattr(parameter, "partition_dim")
+    layer = GatedDelta(ALONE)
+    del layer.A_log.tensor_model_parallel
+    declare_fused(layer, 1)
+    assert not annotation_of(layer.out_norm.weight).sums_over_tp
+
+
 def test_a_layer_may_name_its_tensors() -> None:
     """Variants of linear attention say their own."""
     layer = GatedDelta(ALONE)
@@ -291,7 +306,10 @@ def test_a_parameter_may_list_the_sizes_of_its_tensors() -> None:
     first.weight.partition_sizes = second.weight.partition_sizes = [2, 0, 4]
     by_hand = FusedParts(("a", "b"), (1, 5))
     annotate(second.weight, fused=by_hand)
-    declare_fused(nn.Sequential(first, second), 1)
+    third = Part((4, 6), 1, ALONE, stride=2)
+    declare_fused(nn.Sequential(first, second, third), 1)
+    gated = _fused(third, "weight")
+    assert gated is not None and (gated.dim, gated.sizes) == (1, (3, 3))
     assert _fused(first, "weight") == FusedParts(("part0", "part1"), (2, 4))
     assert _fused(second, "weight") == by_hand
 
@@ -300,7 +318,8 @@ def test_gated_experts_are_declared_by_their_layer() -> None:
     """Each of several in one module, but not a stack, nor blocks of gate and up in turn."""
     layer = MLP(ALONE)
     layer.linear_fc1 = nn.Module()
-    for name, shape in (("weight0", (4, 8)), ("bias0", (4,)), ("weight", (2, 4, 8))):
+    stacks = (("weight", (2, 4, 8)), ("bias", (2, 4)))
+    for name, shape in (("weight0", (4, 8)), ("bias0", (4,)), *stacks):
         layer.linear_fc1.register_parameter(name, nn.Parameter(torch.empty(shape)))
     layer.linear_fc1.layer_norm_weight = nn.Parameter(torch.empty(8))
     declare_fused(layer, 1)
@@ -311,8 +330,11 @@ def test_gated_experts_are_declared_by_their_layer() -> None:
     layer = MLP(ALONE)
     layer.config.moe_mlp_glu_interleave_size = 1
     annotate(layer.linear_fc1.weight, experts=ExpertRange(0, 1, 1, name_component=-2))
-    declare_fused(layer, 1)
+    dense = MLP(ALONE)
+    dense.config = layer.config
+    declare_fused(nn.Sequential(layer, dense), 1)
     assert _fused(layer, "linear_fc1.weight") is None
+    assert _fused(dense, "linear_fc1.weight") is not None
 
 
 def _refuses() -> None:
