@@ -190,7 +190,7 @@ def _share_parameters(layer: nn.Module, holder: Any) -> None:
     name_of = {id(parameter): name for name, parameter in layer._parameters.items()}
     attributes = vars(holder) if hasattr(holder, "__dict__") else {}
     names = {key: name_of[id(value)] for key, value in attributes.items() if id(value) in name_of}
-    if not names or isinstance(holder, nn.Module):
+    if not names:
         return
     for attribute in names:
         delattr(holder, attribute)

@@ -308,6 +308,13 @@ def test_a_parameter_may_list_the_sizes_of_its_tensors() -> None:
     annotate(second.weight, fused=by_hand)
     third = Part((4, 6), 1, ALONE, stride=2)
     declare_fused(nn.Sequential(first, second, third), 1)
+    # A state-space layer with products of several factors has other tensors.
+    layer = StateSpace(ALONE)
+    layer.num_householder = 2
+    layer.in_proj.weight.partition_sizes = layer.sizes
+    declare_fused(layer, 1)
+    listed = _fused(layer, "in_proj.weight")
+    assert listed is not None and listed.names[0] == "part0" and listed.stored_as is None
     gated = _fused(third, "weight")
     assert gated is not None and (gated.dim, gated.sizes) == (1, (3, 3))
     assert _fused(first, "weight") == FusedParts(("part0", "part1"), (2, 4))
