@@ -73,11 +73,14 @@ class SubBuffer:
         gathered_offset: First element in the gathered flat buffer.
         local_offset: First element in a rank's local buffer.
         shard_numel: Elements of one shard.
+        gap_numel: Elements of padding after it in a local buffer, which align the next sub-buffer.
+            The gathered buffer has as many times more as there are shards.
     """
 
     gathered_offset: int
     local_offset: int
     shard_numel: int
+    gap_numel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class FlatLayout:
     @property
     def shard_numel(self) -> int:
         """Return the elements of one rank's local buffer, padding included."""
-        return sum(s.shard_numel for s in self.sub_buffers)
+        return sum(s.shard_numel + s.gap_numel for s in self.sub_buffers)
 
     @property
     def padding_numel(self) -> int:
@@ -209,7 +212,12 @@ class FlatLayout:
             )
         # Offsets in the gathered buffer stay, so a gather over a second axis can follow the first.
         sub_buffers = tuple(
-            SubBuffer(s.gathered_offset, s.local_offset * factor, s.shard_numel * factor)
+            SubBuffer(
+                s.gathered_offset,
+                s.local_offset * factor,
+                s.shard_numel * factor,
+                s.gap_numel * factor,
+            )
             for s in self.sub_buffers
         )
         return FlatLayout(self.num_shards // factor, sub_buffers, self.slots)
@@ -232,7 +240,10 @@ class FlatLayout:
         # Shards are multiples of SHARD_MULTIPLE, hence of the factor.
         sub_buffers = tuple(
             SubBuffer(
-                s.gathered_offset // factor, s.local_offset // factor, s.shard_numel // factor
+                s.gathered_offset // factor,
+                s.local_offset // factor,
+                s.shard_numel // factor,
+                s.gap_numel // factor,
             )
             for s in self.sub_buffers
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megafsdp.buffer.layout import SHARD_MULTIPLE, FlatLayout, Slot, SubBuffer, TensorSpec
 from megafsdp.errors import expected
-from megafsdp.mesh.placement import TensorAtomic
+from megafsdp.mesh.placement import Even, TensorAtomic
 
 _RELATIVE_BOUND = 0.005
 _RELATIVE_AIM = 0.001
@@ -45,6 +45,8 @@ def plan_layout(
     fewest sub-buffers is taken. Tensors start 256-byte aligned in the gathered buffer. If that pads
     more than 0.1 % and a finer alignment pads less, the coarsest alignment, down to 16 bytes, is
     taken that pads at most 0.1 %, or else the least. Equal input gives an equal layout.
+
+    Tensors of the placement :class:`Even` lie in one sub-buffer each.
 
     Args:
         specs: The tensors; if there are several shards, each has at least one dimension and one
@@ -79,7 +81,23 @@ def plan_layout(
                 hint="Leave out parameter groups without tensors",
             )
         )
+    if any(isinstance(spec.placement, Even) for spec in specs):
+        return _evenly(specs, num_shards)
     return _plan(tuple(specs), num_shards, itemsize)
+
+
+def _evenly(specs: Sequence[TensorSpec], num_shards: int) -> FlatLayout:
+    """Give each tensor a sub-buffer of its own, whose shards are the chunks of ``torch.chunk``."""
+    assert all(isinstance(spec.placement, Even) for spec in specs), "all tensors are cut evenly"
+    subs, local = [], 0
+    for spec in specs:
+        shard = -(-spec.shape[0] // num_shards) * spec.granule
+        # Chunks have any length: padding after them keeps the start of the next one aligned.
+        gap = -shard % SHARD_MULTIPLE
+        subs.append(SubBuffer(local * num_shards, local, shard, gap))
+        local += shard + gap
+    slots = tuple(Slot(spec, k, 0) for k, spec in enumerate(specs))
+    return FlatLayout(num_shards, tuple(subs), slots)
 
 
 # Cached: units of one kind share a layout. Their specs are equal, since names are relative to the

@@ -156,6 +156,7 @@ class Division:
         strategy: What the last axis divides.
         is_divided_over_outer_axis: Whether the first of two axes divides main weights too.
         gradient_scale: Factor on the sum of gradients over all ranks of the mesh.
+        is_even: Whether each parameter is cut by itself, as ``torch.chunk`` cuts.
     """
 
     mesh: DeviceMesh
@@ -163,6 +164,7 @@ class Division:
     strategy: Strategy
     is_divided_over_outer_axis: bool
     gradient_scale: float
+    is_even: bool = False
 
     def reshard_of(self, reshard_after_forward: bool | int | None) -> bool | int | None:
         """Return the choice of resharding after forward; for one rank False, for all ranks True.
@@ -224,15 +226,27 @@ def division_of(
     strategy: Strategy,
     outer_strategy: str,
     average: Average,
+    *,
+    is_even: bool = False,
 ) -> Division:
     """Return what a unit divides, from the arguments of :func:`fully_shard`.
 
     Raises:
         ValueError: ``outer_strategy`` or ``expert_mesh`` does not fit the others.
+        NotImplementedError: Even chunks would be divided over two axes.
     """
     is_divided = is_divided_over_outer_axis(outer_strategy, strategy, mesh)
+    if is_even and is_divided:
+        raise NotImplementedError(
+            expected(
+                "one axis that divides parameters",
+                "outer_strategy='optim', which divides main weights over two",
+                where="fully_shard() with even_shards=True",
+                hint="Leave one of them out",
+            )
+        )
     experts = expert_mesh_of(expert_mesh, mesh, is_divided_over_outer_axis=is_divided)
     # This factor alone averages gradients: no reduction divides again. It holds for experts too:
     # their mesh is smaller, but each of their gradients sums the tokens of as many more ranks.
     scale = 1.0 if average is Average.TOKEN else 1.0 / mesh.size()
-    return Division(mesh, experts, strategy, is_divided, scale)
+    return Division(mesh, experts, strategy, is_divided, scale, is_even)

@@ -97,6 +97,7 @@ def fully_shard(
     nccl_user_buffers: bool = False,
     dp_mesh_dims: DataParallelDims | None = None,
     expert_mesh: DeviceMesh | None = None,
+    even_shards: bool = False,
 ) -> FSDPModule | list[FSDPModule] | tuple[FSDPModule, ...]:
     """Make a module, or a list or tuple of modules that run one after another, into one unit.
 
@@ -129,6 +130,8 @@ def fully_shard(
             stays allocated. Only for ZeRO-3; without NCCL memory stays plain, with a warning.
         dp_mesh_dims: As in torch: the data axes of ``mesh``, on which all parameters are DTensors.
         expert_mesh: Ranks that divide experts' parameters; the mean is still over ``mesh``.
+        even_shards: Cut each parameter by itself into chunks of dim 0, as FSDP2 and ``torch.chunk``
+            do. Costs padding and a collective for each, which NCCL takes in one call.
 
     Returns:
         ``module``, whose class is now also an :class:`FSDPModule`.
@@ -147,10 +150,13 @@ def fully_shard(
     chosen, averaging = strategy_of(strategy, spmd), average_of(average)
     check_modules(modules, prefetch)
     check_user_buffers(nccl_user_buffers, chosen)
+    check_even_shards(even_shards, policy)
     meshes = UnitMeshes(mesh, expert_mesh, spmd)
     found, meshes = _find(modules, ignored_params or (), policy, shard_placement_fn, meshes)
     mesh = mesh_of(meshes.data, device_type_of(found))
-    division = division_of(mesh, meshes.experts, chosen, outer_strategy, averaging)
+    division = division_of(
+        mesh, meshes.experts, chosen, outer_strategy, averaging, is_even=even_shards
+    )
     options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
@@ -184,6 +190,7 @@ def fully_shard_model(
     nccl_user_buffers: bool = False,
     dp_mesh_dims: DataParallelDims | None = None,
     expert_mesh: DeviceMesh | None = None,
+    even_shards: bool = False,
 ) -> FSDPModule:
     """Make every instance of some classes below a model, and then the model, into units.
 
@@ -209,6 +216,7 @@ def fully_shard_model(
         nccl_user_buffers: As for :func:`fully_shard`.
         dp_mesh_dims: As for :func:`fully_shard`.
         expert_mesh: As for :func:`fully_shard`.
+        even_shards: As for :func:`fully_shard`.
 
     Returns:
         ``model``.
@@ -234,10 +242,13 @@ def fully_shard_model(
         "nccl_user_buffers": nccl_user_buffers,
         "dp_mesh_dims": dp_mesh_dims,
         "expert_mesh": expert_mesh,
+        "even_shards": even_shards,
     }
     units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
     # Before the first fully_shard(): names are matched to parameters by id, and it replaces them.
-    policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
+    policy = mixed_precision_of(mp_policy)
+    check_even_shards(even_shards, policy)
+    policies = policies_by_module(model, units, policy)
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
     meshes = UnitMeshes(mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims))
@@ -478,6 +489,23 @@ def check_user_buffers(is_wanted: bool, strategy: Strategy) -> None:
                 repr(strategy.value),
                 where="fully_shard() with nccl_user_buffers",
                 hint="Leave nccl_user_buffers out: this strategy gathers at most once a step",
+            )
+        )
+
+
+def check_even_shards(is_wanted: bool, policy: MixedPrecisionPolicy) -> None:
+    """Check that no recipe quantizes weights that are to be cut evenly.
+
+    Raises:
+        NotImplementedError: One does: its blocks of rows would be cut.
+    """
+    if is_wanted and policy.quantization is not None:
+        raise NotImplementedError(
+            expected(
+                "compute weights that are not quantized",
+                f"recipe {policy.recipe!r}",
+                where="fully_shard() with even_shards=True",
+                hint="Leave one of them out",
             )
         )
 

@@ -348,6 +348,9 @@ def build_groups(
     check_quantization(found, policy, memory.offload)
     groups = group_parameters(found, policy)
     axes = [_axes_of(key, items[0].record.name, division) for key, items in groups.items()]
+    for own_axes, items in zip(axes, groups.values(), strict=True):
+        for item in items:
+            item.record.is_cut_evenly = division.is_even and own_axes.num_shards > 1
     return [
         ParameterGroup(
             [item.parameter for item in items],

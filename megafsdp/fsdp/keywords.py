@@ -35,6 +35,7 @@ class ModelKeywords(TypedDict, total=False):
     nccl_user_buffers: bool
     dp_mesh_dims: DataParallelDims | None
     expert_mesh: DeviceMesh | None
+    even_shards: bool
 
 
 class ShardKeywords(ModelKeywords, total=False):

@@ -2,7 +2,7 @@
 
 A placement gives the granule of a tensor that a cut between two ranks must not divide. ``Flat`` is
 the default (whole rows); ``TensorAtomic`` keeps whole tensors together, for optimizers that need a
-matrix on one rank.
+matrix on one rank; ``Even`` cuts each tensor by itself as FSDP2 does, for programs that rely on it.
 
 A :class:`Residence` says whether a rank has one shard of a buffer or all of it, and
 :data:`TRANSITIONS` names the collective that turns one residence into another.
@@ -33,7 +33,16 @@ class TensorAtomic:
         return max(math.prod(shape), 1)
 
 
-Granularity = Flat | TensorAtomic
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Cut every tensor into equal chunks along dimension 0, as ``torch.chunk`` does."""
+
+    def granule_numel(self, shape: tuple[int, ...], row_numel: int) -> int:
+        """Return the number of consecutive elements that must stay on one rank."""
+        return math.prod(shape[1:])
+
+
+Granularity = Flat | TensorAtomic | Even
 
 
 class Residence(Enum):

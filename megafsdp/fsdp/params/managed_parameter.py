@@ -22,6 +22,7 @@ from megafsdp.buffer.dtensor.unwritten import is_unwritten
 from megafsdp.buffer.layout import TensorSpec, row_numel_of
 from megafsdp.fsdp.params.model_parts import ModelPlacement
 from megafsdp.mesh.model_part import whole_part
+from megafsdp.mesh.placement import Even
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class ManagedParameter:
         sharded: The form that the optimizer sees.
         unsharded: The form that forward and backward see.
         unfreezes: Whether ``unsharded`` has a hook that unfreezes it when a gradient arrives.
+        is_cut_evenly: Whether its shards are the chunks of ``torch.chunk``.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ManagedParameter:
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter = field(init=False)
     unfreezes: bool = field(init=False, default=False)
+    is_cut_evenly: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Assume no model axis until it is placed on one."""
@@ -58,6 +61,8 @@ class ManagedParameter:
     def spec(self) -> TensorSpec:
         """Return the planner's description of the part that data parallelism divides."""
         shape = self.model.part.local_shape
+        if self.is_cut_evenly:
+            return TensorSpec(self.name, shape, Even())
         return TensorSpec(self.name, shape, row_numel=row_numel_of(shape))
 
     @property
