@@ -9,6 +9,7 @@ of the engine: each does what torch's does.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import traceback
 import weakref
@@ -401,12 +402,14 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 @functools.cache
-def run_truncated_normal(run: Callable[[torch.Tensor, Callable[..., Any]], bool]) -> None:
+def run_truncated_normal(
+    run: Callable[[torch.Tensor, Callable[..., Any], torch.Generator | None], bool],
+) -> None:
     """Make ``torch.nn.init.trunc_normal_`` call ``run`` first; once per process and function.
 
     The initialiser redraws values outside of the bounds as long as there are any, and a rank cannot
-    know that of other ranks' rows. ``run(tensor, fill)`` returns whether it has filled the tensor;
-    ``fill(other)`` fills another tensor from the same distribution.
+    know that of other ranks' rows. ``run(tensor, fill, generator)`` returns whether it has filled
+    the tensor; ``fill(other)`` fills another tensor from the same distribution and generator.
 
     Public: none; torch offers an override for most other initialisers. 2.11 to 2.15.
     """
@@ -414,7 +417,9 @@ def run_truncated_normal(run: Callable[[torch.Tensor, Callable[..., Any]], bool]
 
     @functools.wraps(original)
     def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if run(tensor, lambda other: original(other, *args, **kwargs)):
+        bound = inspect.signature(original).bind(tensor, *args, **kwargs).arguments
+        generator = bound.get("generator")
+        if run(tensor, lambda other: original(other, *args, **kwargs), generator):
             return tensor
         return original(tensor, *args, **kwargs)
 

@@ -307,7 +307,11 @@ def _draw(
     is_into = name in DRAWS_IN_PLACE
     dtype = initial_dtype(target) if is_into else target.dtype
     rows = draw_rows(
-        target, target._uneven_layout, lambda full: func(full, *others, **kwargs), dtype
+        target,
+        target._uneven_layout,
+        lambda full: func(full, *others, **kwargs),
+        dtype,
+        kwargs.get("generator"),
     )
     if not is_into:
         return type(target).wrap(rows, spec_of(target), target._uneven_layout)

@@ -10,8 +10,10 @@ Initialisers that read the whole tensor use an operation that op_rules.py refuse
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,6 +36,7 @@ def draw_rows(
     layout: UnevenLayout | None,
     draw: Callable[[torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Draw a whole tensor, and return this rank's rows of it, in the local shape.
 
@@ -45,11 +48,12 @@ def draw_rows(
         layout: How it is cut; None for a replicated one.
         draw: Fills its argument, the whole tensor, and returns it, or returns another one.
         dtype: Dtype of the whole tensor: :func:`initial_dtype` for a draw into ``tensor``.
+        generator: The generator that ``draw`` uses; None for the default ones.
 
     Raises:
         ValueError: The random states of ranks with the same rows differ.
     """
-    _require_equal_states(tensor)
+    _require_equal_states(tensor, generator)
     rows = local_of(tensor)
     shape = rows.shape if layout is None else layout.shape
     drawn = draw(torch.empty(shape, dtype=dtype, device=rows.device))
@@ -83,10 +87,10 @@ def copy_initial_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, _INITIAL_DTYPE, getattr(source, _INITIAL_DTYPE))
 
 
-def random_state_digest(device: torch.device) -> str:
-    """Return a digest of the default generators that a draw on a device may use."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
+def random_state_digest(device: torch.device, generator: torch.Generator | None = None) -> str:
+    """Return a digest of a generator, or of the default ones that a draw on a device may use."""
+    states = [torch.get_rng_state() if generator is None else generator.get_state()]
+    if device.type == "cuda" and generator is None:
         states.append(torch.cuda.get_rng_state(device))
     digest = hashlib.sha256()
     for state in states:
@@ -94,15 +98,48 @@ def random_state_digest(device: torch.device) -> str:
     return digest.hexdigest()
 
 
-def _require_equal_states(tensor: DTensor) -> None:
+def _require_equal_states(tensor: DTensor, generator: torch.Generator | None) -> None:
     mesh = tensor.device_mesh
     for axis, placement in enumerate(tensor.placements):
         # Sharded axes need no check: their ranks have no replicas that could come to differ.
         if placement.is_replicate() and mesh.size(axis) > 1:
             require_equal(
-                random_state_digest(local_of(tensor).device),
+                random_state_digest(local_of(tensor).device, generator),
                 what="random state",
                 group=mesh.get_group(axis),
                 where=f"a draw into a replicated tensor of shape {tuple(tensor.shape)}",
-                hint="Call torch.manual_seed() with the same seed on all ranks just before",
+                hint="Call torch.manual_seed(), or manual_seed() of the generator, with the same "
+                "seed on all ranks just before",
             )
+
+
+def _drawing_as_one_process(name: str) -> Callable[..., torch.Tensor]:
+    """Return a method that draws into a replicated parameter as into a plain one."""
+    draw = getattr(torch.Tensor, name)
+
+    @functools.wraps(draw)
+    def method(self: DTensor, *args: object, **kwargs: Any) -> torch.Tensor:
+        # torch refuses to write to a leaf that autograd watches.
+        if self.requires_grad and torch.is_grad_enabled():
+            refused: torch.Tensor = draw(self, *args, **kwargs)
+            return refused
+        generator, dtype = kwargs.get("generator"), initial_dtype(self)
+        rows = draw_rows(self, None, lambda full: draw(full, *args, **kwargs), dtype, generator)
+        write_rows(self, rows)
+        return self
+
+    return method
+
+
+class DrawsAsOneProcess:
+    """Draws into a replicated parameter as into a plain one.
+
+    torch's draws into DTensors advance the random state differently, so methods replace them: an
+    override of the dispatch would take each operation of each step off torch's fast path.
+    """
+
+    __slots__ = ()
+
+
+for _name in DRAWS_IN_PLACE:
+    setattr(DrawsAsOneProcess, _name, _drawing_as_one_process(_name))

@@ -14,7 +14,6 @@ the file reads private names of torch.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,7 @@ from megafsdp.buffer.dtensor.op_rules import (
     refuse,
 )
 from megafsdp.buffer.dtensor.random_values import (
-    DRAWS_IN_PLACE,
+    DrawsAsOneProcess,
     copy_initial_dtype,
     draw_rows,
     initial_dtype,
@@ -90,7 +89,7 @@ FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 SHOWN_AS_META = property(is_shown_as_meta)
 
 
-class ReplicatedParameter(DTensor, metaclass=YieldingClass):
+class ReplicatedParameter(DrawsAsOneProcess, DTensor, metaclass=YieldingClass):
     """A replicated parameter over a flat buffer; its operations give plain DTensors."""
 
     data = FIXED_DATA  # type: ignore[assignment]
@@ -135,29 +134,6 @@ def _check_whole(tensor: DTensor, full: torch.Tensor) -> None:
                 hint="Give the whole tensor, not a shard",
             )
         )
-
-
-def _drawing_as_one_process(name: str) -> Callable[..., torch.Tensor]:
-    """Return a method that draws into a replicated parameter as into a plain one."""
-    draw = getattr(torch.Tensor, name)
-
-    @functools.wraps(draw)
-    def method(self: ReplicatedParameter, *args: object, **kwargs: object) -> torch.Tensor:
-        # torch refuses to write to a leaf that autograd watches.
-        if self.requires_grad and torch.is_grad_enabled():
-            refused: torch.Tensor = draw(self, *args, **kwargs)
-            return refused
-        rows = draw_rows(self, None, lambda full: draw(full, *args, **kwargs), initial_dtype(self))
-        write_rows(self, rows)
-        return self
-
-    return method
-
-
-# torch's draws into DTensors advance the random state differently, so methods replace them: an
-# override of the dispatch would take each operation of each step off torch's fast path.
-for _name in DRAWS_IN_PLACE:
-    setattr(ReplicatedParameter, _name, _drawing_as_one_process(_name))
 
 
 class UnevenDTensor(RowShardedDTensor):
@@ -479,8 +455,14 @@ def _reduce(tensor: UnevenDTensor) -> Any:
 ForkingPickler.register(UnevenDTensor, _reduce)
 
 
-def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def fill_truncated(
+    tensor: torch.Tensor,
+    fill: Callable[[torch.Tensor], torch.Tensor],
+    generator: torch.Generator | None,
+) -> bool:
     """Fill a sharded or replicated tensor with its rows of a whole tensor that ``fill`` fills.
+
+    ``fill`` draws from ``generator``, or the default one.
 
     Returns:
         False for any other tensor, which is left as it is.
@@ -491,7 +473,8 @@ def fill_truncated(tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Te
         return False
     layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
     with torch.no_grad():
-        write_rows(tensor, draw_rows(tensor, layout, fill, initial_dtype(tensor)))
+        rows = draw_rows(tensor, layout, fill, initial_dtype(tensor), generator)
+        write_rows(tensor, rows)
     return True
 
 
