@@ -78,6 +78,14 @@ def main_weight_placements(
     return (*[Replicate()] * (num_data_axes - num_shard_axes), *rows, *model)
 
 
+def are_placements_exact(part: ModelPart, num_shards: int) -> bool:
+    """Return whether torch finds even chunks of a part's rows by :func:`main_weight_placements`."""
+    # With fused tensors a rank has several pieces. And if a model axis and data axes cut the same
+    # dimension, torch and this package agree on the rows only where all divide it.
+    is_divided = not part.is_whole and part.shape[0] % (part.num_ranks * num_shards) == 0
+    return part.is_whole or (len(part.fused_sizes) == 1 and (part.dim != 0 or is_divided))
+
+
 def joined_mesh(data: DeviceMesh, model: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the data axes, then the model axes; local, over existing groups.
 

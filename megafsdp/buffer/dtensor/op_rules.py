@@ -4,7 +4,7 @@ Elementwise operations run on the local tensors alone and never enter DTensor's 
 sharding propagation the first step is not superlinear in the number of parameters. statistics.py
 computes sums, means, extremes, norms and deviations, to be combined over ranks later. Any other
 operation would silently give wrong values, or leave some ranks waiting; it is refused on all ranks
-alike.
+alike. If all operands are cut evenly, as torch cuts, it is torch's.
 
 The file has the base class that applies these rules. The class that users see, and its protocol for
 checkpoints, are in uneven.py.
@@ -41,16 +41,13 @@ from megafsdp.buffer.dtensor.random_values import (
     initial_dtype,
     write_rows,
 )
-from megafsdp.buffer.dtensor.statistics import STATISTICS, SpreadDTensor, arguments_of, reduce_rows
+from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import (
     OpOverload,
     no_torch_function,
     schema_of,
     untraced_hook,
-    without_dynamo,
-    without_torch_function,
-    wrapper_like,
 )
 from megafsdp.errors import expected
 from megafsdp.mesh.dtensor import main_weight_placements, shard_axes, whole_of
@@ -60,26 +57,17 @@ Self = TypeVar("Self", bound="RowShardedDTensor")
 
 # Operators that act elementwise and keep the source's shape, although torch does not tag them
 # pointwise.
-_LIKE = frozenset(
+LIKE = frozenset(
     {"clone", "contiguous", "_to_copy", "lift_fresh", "copy_", "zero_", "fill_"}
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full")}
 )
 # The optimizers' operators on lists step each tensor by itself, but torch tags none of them.
-_LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
+LIST_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd_")
 _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 # Reductions that torch combines over ranks at once.
-_REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
-_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-# Names of functions and methods; but for _ALIASES, only rule_function() (2.11) reads these sets.
-_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double"})
-_ALIASES = frozenset({"detach", "alias"})
-_EXTREMA = frozenset({"max", "min"})
-_INDEXING = frozenset({"__getitem__", "__setitem__", "__iter__"})
-_METADATA = frozenset(
-    {"size", "stride", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__len__"}
-    | {"is_contiguous", "is_inference", "requires_grad_", "retain_grad", "backward", "grad"}
-    | {"element_size", "get_device", "type", "data_ptr", "__get__", "__set__", "__delete__"}
-)
+REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+ALIASES = frozenset({"detach", "alias"})
 # torch 2.11 handles subclasses of DTensor below __torch_dispatch__; with it the same rules apply
 # one level higher, to functions by name.
 IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
@@ -110,7 +98,7 @@ class RowShardedDTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation on the local tensors, through DTensor, or refuse it."""
-        return _run_operator(func, args, kwargs or {})
+        return run_operator(func, args, kwargs or {})
 
 
 class YieldingClass(type(DTensor)):  # type: ignore[misc]
@@ -126,46 +114,17 @@ class YieldingClass(type(DTensor)):  # type: ignore[misc]
         return issubclass(subclass, RowShardedDTensor) or type.__subclasscheck__(cls, subclass)
 
 
-class _StandIn(torch.Tensor):
-    """Replaces an uneven DTensor in a call, so that its operators come to the rules (2.11)."""
-
-    _original: RowShardedDTensor
-
-    @classmethod
-    @untraced_hook
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation on the replaced DTensors."""
-        return _run_operator(func, *map_operands(_original_of, args, kwargs or {}))
-
-
-def _stand_in_for(value: object) -> object:
-    if not isinstance(value, RowShardedDTensor):
-        return value
-    result = wrapper_like(_StandIn, value)
-    result._original = value
-    return result
-
-
-def _original_of(value: object) -> object:
-    return value._original if isinstance(value, _StandIn) else value
-
-
-def _run_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation below autograd, or refuse it."""
     name = schema_of(func).name.removeprefix("aten::")
     is_pointwise = torch.Tag.pointwise in func.tags
     if name.endswith("_") and not is_pointwise:
         # torch does not tag some in-place forms, such as abs_.
-        is_pointwise = _is_pointwise(name[:-1])
+        is_pointwise = is_pointwise_name(name[:-1])
     # A view in a dtype of the same size keeps rows and cuts; FP8 codes are viewed as bytes.
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
         is_pointwise = args[1].itemsize == args[0].dtype.itemsize
-    return _run_by_rule(func, name, is_pointwise, args, kwargs)
+    return run_by_rule(func, name, is_pointwise, args, kwargs)
 
 
 # A context variable, because other threads, such as one that loads a checkpoint, may draw.
@@ -188,29 +147,47 @@ def check_may_draw(name: str, args: Sequence[object]) -> None:
         refuse(name, args, hint=cure_of("a draw beside an initialiser"))
 
 
-def _run_by_rule(
+def run_by_rule(
     func: Callable[..., Any],
     name: str,
     is_pointwise: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    """Run an operation by the rule for its name, or refuse it."""
     check_may_draw(name, args)
     if name in FACTORIES:
         return new_tensor(func, args, kwargs)
     # Operations that only write wait too: otherwise the other thread's writes would come later.
     if is_any_in_use():
-        for leaf in _uneven_leaves(args, kwargs):
+        for leaf in uneven_leaves(args, kwargs):
             wait_for_writer(local_of(leaf))
     if name in _RULES:
         return _RULES[name](func, name, args, kwargs)
     if name == "_fused_sgd_":
         check_fused_sgd(args)
     # All ranks decide alike: the decision depends on names and layouts, never on local tensors.
-    is_list = name.startswith(_LIST_PREFIXES) and name not in _LISTS_THAT_MIX
-    if not (is_pointwise or is_list or name in _LIKE):
-        refuse(name, args, kwargs)
+    is_list = name.startswith(LIST_PREFIXES) and name not in _LISTS_THAT_MIX
+    if not (is_pointwise or is_list or name in LIKE):
+        return run_as_torch(func, name, args, kwargs)
     return _run_on_locals(func, args, kwargs)
+
+
+def run_as_torch(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation of tensors that are all cut evenly through DTensor, or refuse it."""
+    leaves = uneven_leaves(args, kwargs)
+    if not all(leaf._uneven_layout.is_even for leaf in leaves):
+        refuse(name, args, kwargs)
+    result = _reduce(func, name, args, kwargs)
+    # An in-place operation returns its operand, which must stay the object that the caller has.
+    same = (leaf for leaf in leaves if isinstance(result, DTensor) and _are_one(leaf, result))
+    return next(same, result)
+
+
+def _are_one(first: DTensor, second: DTensor) -> bool:
+    return local_of(first) is local_of(second) and first.placements == second.placements
 
 
 def _alias(
@@ -226,7 +203,7 @@ def _reduce(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a reduction through DTensor, which combines it over ranks at once."""
-    args, kwargs = map_operands(_as_plain_dtensor, args, kwargs)
+    args, kwargs = map_operands(as_plain_dtensor, args, kwargs)
     result = func(*args, **kwargs)
     count_writes(func, args, kwargs)
     return result
@@ -292,7 +269,8 @@ def _statistic_of(
     found = reduce_rows(func, name, tensor, tensor._uneven_layout, bound)
     if found is None:
         # One value per row would be cut like the rows, which a plain DTensor cannot express.
-        refuse(name if bound.get("dim") is None else f"{name} of each row", [tensor])
+        name = name if bound.get("dim") is None else f"{name} of each row"
+        found = run_as_torch(func, name, (tensor,), bound)
     return found
 
 
@@ -329,7 +307,7 @@ def _select_row(
     # If a model axis cuts rows, only one of its ranks has this one: no placement expresses that.
     are_rows_cut = layout.part.dim == 0 and not layout.part.is_whole
     if dim % len(layout.shape) or is_watched or are_rows_cut:
-        refuse(name, args)
+        return run_as_torch(func, name, args, kwargs)
     place, of_row = layout.row(index)
     start, stop = of_row.element_range()
     rows = local_of(tensor).view(-1).narrow(0, place, stop - start).view(of_row.local_shape())
@@ -347,78 +325,21 @@ def _select_row(
 _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(DRAWS, _draw),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     "equal": _equal,
-    **dict.fromkeys(_ALIASES, _alias),
-    _UNSCALE: _unscale,
+    **dict.fromkeys(ALIASES, _alias),
+    UNSCALE: _unscale,
     "select": _select_row,
 }
 
 
-@without_dynamo
-def rule_function(
-    cls: type,
-    func: Callable[..., Any],
-    types: Iterable[type],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-) -> Any:
-    """Apply the rules to a function: ``__torch_function__`` where dispatch is bypassed (2.11)."""
-    # torch then asks the SpreadDTensor, which has no value before full_tensor().
-    if SpreadDTensor in types:
-        return NotImplemented
-    kwargs = kwargs or {}
-    name = getattr(func, "__name__", "")
-    bare = name.strip("_")
-    is_like = not {name, bare, f"{bare}_"}.isdisjoint(_LIKE | _ALIASES | _CONVERSIONS | DRAWS)
-    if name == "__getitem__" and type(args[1]) is int:
-        name, args, is_like = "select", (args[0], 0, args[1]), True
-    # The second name is that of the operator behind __rdiv__ and __iadd__.
-    operators = (bare, bare[1:]) if name.startswith("__") else (bare,)
-    is_pointwise = bare not in _EXTREMA and any(map(_is_pointwise, operators))
-    is_list = name.startswith(_LIST_PREFIXES)
-    # Functions of torch.nn.init, and loads that swap parameters, come here as a whole; their
-    # operators then come one by one.
-    if name == "module_load" or getattr(func, "__module__", "") == nn.init.__name__:
-        return _run_on_stand_ins(func, args, kwargs)
-    is_statistic = name in STATISTICS
-    with without_torch_function():
-        is_reduction = is_statistic or name in _REDUCTIONS or name == _UNSCALE
-        if is_reduction or is_like or is_pointwise or is_list or name in FACTORIES:
-            is_traced = name not in {"detach", "equal", *FACTORIES} and not name.endswith("_like")
-            is_traced &= torch.is_grad_enabled()
-            if is_traced and any(s.requires_grad for s in _uneven_leaves(args, kwargs)):
-                # Autograd makes plain DTensors here, which torch would cut in its own way.
-                cure = cure_of("within autograd" if is_statistic else name, of_parameter=True)
-                refuse(f"{name} within autograd", args, kwargs, hint=cure)
-            if is_statistic:
-                return _run_on_stand_ins(func, args, kwargs)
-            with torch.no_grad():
-                return _run_by_rule(func, name, is_pointwise or is_like, args, kwargs)
-        if name in _INDEXING or (hasattr(torch.ops.aten, bare) and name not in _METADATA):
-            refuse(name, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _run_on_stand_ins(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a function so that its operators come to the rules one by one, as in later torch."""
-    with without_torch_function(), torch.no_grad():
-        args, kwargs = map_operands(_stand_in_for, args, kwargs)
-        return _original_of(func(*args, **kwargs))
-
-
 @functools.cache
-def _is_pointwise(name: str) -> bool:
+def is_pointwise_name(name: str) -> bool:
+    """Return whether torch tags an operator, or its in-place form, as pointwise."""
     packets = [getattr(torch.ops.aten, n, None) for n in (name, f"{name}_")]
     return any(
         torch.Tag.pointwise in getattr(p, o).tags for p in packets if p for o in p.overloads()
     )
-
-
-if IS_DISPATCH_BYPASSED:
-    RowShardedDTensor.__torch_function__ = classmethod(rule_function)  # type: ignore[assignment]
 
 
 def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -434,7 +355,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     count_writes(func, local_args, local_kwargs)
     if result is None:
         return None
-    sources = _uneven_leaves(args, kwargs)
+    sources = uneven_leaves(args, kwargs)
     if isinstance(result, (list, tuple)):
         firsts = lists[0] if lists else sources
         return type(result)(_wrap_result(r, s) for r, s in zip(result, firsts, strict=False))
@@ -448,7 +369,8 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return _wrap_result(result, sources[0])
 
 
-def _uneven_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowShardedDTensor]:
+def uneven_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowShardedDTensor]:
+    """Return the operands that are cut by a layout."""
     leaves = leaves_of((*args, *kwargs.values()))
     return [leaf for leaf in leaves if isinstance(leaf, RowShardedDTensor)]
 
@@ -468,14 +390,15 @@ def _cut_whole_operands(
         not isinstance(func, OpOverload) or places_written(func)
     ):
         return args
-    like = _uneven_leaves(args, kwargs)[0]
+    like = uneven_leaves(args, kwargs)[0]
     layout = like._uneven_layout
     is_copy = getattr(func, "__name__", "").split(".")[0] == "copy_"
 
     def cut(arg: object) -> object:
         if type(arg) is not DTensor or tuple(arg.shape) != layout.shape:
             return arg
-        if not all(p.is_replicate() for p in arg.placements) and not is_copy:
+        is_whole = all(p.is_replicate() for p in arg.placements)
+        if _is_even_chunk(arg, like) or not (is_whole or is_copy):
             return arg
         return type(like).wrap(layout.rows_of(whole_of(arg)), spec_of(like), layout)
 
@@ -514,7 +437,8 @@ def _wrap_result(result: object, source: object) -> object:
     return make_dtensor(DTensor, result, _spec_with_dtype(spec_of(source), result.dtype))
 
 
-def _as_plain_dtensor(value: object) -> object:
+def as_plain_dtensor(value: Any) -> Any:
+    """Return a plain DTensor over the same rows, outside autograd; another value as it is."""
     if isinstance(value, RowShardedDTensor):
         return DTensor(local_of(value), spec_of(value), requires_grad=value.requires_grad)
     return value
@@ -532,6 +456,18 @@ def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
     )
 
 
+def _is_even_chunk(operand: object, like: RowShardedDTensor) -> bool:
+    """Return whether torch has cut an operand as an evenly cut tensor is."""
+    return (
+        like._uneven_layout.is_even
+        and isinstance(operand, DTensor)
+        and not isinstance(operand, RowShardedDTensor)
+        and operand.shape == like.shape
+        and operand.device_mesh == like.device_mesh
+        and operand.placements == like.placements
+    )
+
+
 def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> None:
     """Refuse to mix tensors that are cut differently, or a shard with a full tensor."""
     sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
@@ -545,6 +481,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
         is_cut_alike = isinstance(operand, RowShardedDTensor) and (
             operand._uneven_layout is layout or operand._uneven_layout == layout
         )
+        is_cut_alike = is_cut_alike or _is_even_chunk(operand, sharded[0])
         if not is_cut_alike:
             # With a graph it is an activation that meets a weight: optimizers make no graph.
             is_forward = torch.is_grad_enabled() and isinstance(sharded[0], nn.Parameter)

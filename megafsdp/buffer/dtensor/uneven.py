@@ -36,10 +36,12 @@ from torch.distributed.tensor.placement_types import Placement
 from megafsdp.buffer.comm.collectives import all_gather_equal
 from megafsdp.buffer.dtensor.busy_memory import wait_for_writer
 from megafsdp.buffer.dtensor.cures import cure_of
+from megafsdp.buffer.dtensor.function_rules import rule_function
 from megafsdp.buffer.dtensor.op_rules import (
     IS_DISPATCH_BYPASSED,
     RowShardedDTensor,
     YieldingClass,
+    as_plain_dtensor,
     check_may_draw,
     refuse,
 )
@@ -296,6 +298,8 @@ class UnevenDTensor(RowShardedDTensor):
         wanted = tuple(placements or self.placements)
         if wanted == tuple(self.placements):
             return self
+        if self._uneven_layout.is_even:
+            return as_plain_dtensor(self).redistribute(device_mesh, placements, **kwargs)
         if not all(p.is_replicate() for p in wanted):
             raise NotImplementedError(
                 expected(
@@ -338,11 +342,18 @@ class UnevenDTensor(RowShardedDTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the tensor if this rank has all of its rows.
 
-        Copies to processes of ``multiprocessing`` may have any rows.
+        Copies to processes of ``multiprocessing`` may have any rows. Of an evenly cut tensor, as of
+        torch's, a file has this rank's rows and the mesh: it is a plain DTensor.
 
         Raises:
             RuntimeError: The rank has fewer rows: a file would pass them off as the whole.
         """
+        if self._uneven_layout.is_even:
+            # A copy, or the file would have the whole flat buffer.
+            plain = make_dtensor(DTensor, self.local.clone(), self._spec)
+            if not isinstance(self, nn.Parameter):
+                return plain.__reduce_ex__(protocol)
+            return nn.Parameter, (plain, self.requires_grad)
         start, stop = self._uneven_layout.element_range()
         if stop - start < math.prod(self.shape):
             raise RuntimeError(
@@ -426,6 +437,8 @@ class UnevenDTensor(RowShardedDTensor):
 
     data = FIXED_DATA  # type: ignore[assignment]
     is_meta = SHOWN_AS_META  # type: ignore[assignment]
+    if IS_DISPATCH_BYPASSED:
+        __torch_function__: Any = classmethod(rule_function)
 
 
 def _gather_unequal(

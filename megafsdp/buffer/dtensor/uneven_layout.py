@@ -149,6 +149,7 @@ class UnevenLayout:
         shard: This rank's shard.
         num_model_axes: Number of axes after the data axes of the DTensor's mesh. The last one cuts
             the tensor into parts, or none does; over the others it is replicated.
+        is_even: Whether its DTensor's placements say which rows each rank has.
     """
 
     part: ModelPart
@@ -158,6 +159,7 @@ class UnevenLayout:
     num_shards: int
     shard: int
     num_model_axes: int = 0
+    is_even: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -258,6 +260,7 @@ class UnevenLayout:
             ),
             row_numel=math.prod(part.local_shape[2:]),
             buffer_offset=self.buffer_offset + row * numel,
+            is_even=False,
         )
         start, stop = layout.element_range()
         return (row * numel + start - self.element_range()[0] if stop > start else 0), layout

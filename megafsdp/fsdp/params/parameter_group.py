@@ -67,6 +67,7 @@ from megafsdp.fsdp.params.packed import is_packed, keep_class_and_attributes
 from megafsdp.fsdp.params.policy import Quantization, Strategy
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
+from megafsdp.mesh.dtensor import are_placements_exact
 from megafsdp.mesh.torch_private import attributes_of
 from megafsdp.quantize.tensor import QuantizedTensor
 
@@ -356,6 +357,8 @@ class ParameterGroup:
             # A replicated group has no shard; its whole buffer counts as the first.
             shard=max(axes.shard, 0),
             num_model_axes=axes.num_model_axes,
+            is_even=parameter.is_cut_evenly
+            and are_placements_exact(parameter.model.part, axes.num_shards),
         )
         rows = local.view(layout.local_shape())
         return UnevenDTensor.from_local_rows(

@@ -11,14 +11,15 @@ from torch.utils._pytree import tree_map
 
 from megafsdp.buffer.dtensor import op_rules as local_ops
 from megafsdp.buffer.dtensor import uneven
-from megafsdp.buffer.dtensor.op_rules import RowShardedDTensor, rule_function
+from megafsdp.buffer.dtensor.function_rules import rule_function
+from megafsdp.buffer.dtensor.op_rules import RowShardedDTensor
 
 
 def _dispatch_of_torch_2_11(
     cls: type, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Do what torch 2.11 does with a subclass: take it for the DTensor it says it is."""
-    plain_args, plain_kwargs = tree_map(local_ops._as_plain_dtensor, (args, kwargs or {}))
+    plain_args, plain_kwargs = tree_map(local_ops.as_plain_dtensor, (args, kwargs or {}))
     return func(*plain_args, **plain_kwargs)
 
 
