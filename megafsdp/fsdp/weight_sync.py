@@ -181,9 +181,11 @@ def _refuse_quantized(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) 
 
 def _refuse_optimizer(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Raise before the first step of an optimizer that would fail in the middle of a step."""
-    cure = cure_of_optimizer(type(optimizer))
-    shape = next((tuple(p.shape) for p in parameters if isinstance(p, UnevenDTensor)), None)
-    if cure is not None and shape is not None:
+    sharded = [p for p in parameters if isinstance(p, UnevenDTensor)]
+    are_even = all(p.uneven_layout.is_even for p in sharded)
+    cure = cure_of_optimizer(type(optimizer), are_even=are_even)
+    if cure is not None and sharded:
+        shape = tuple(sharded[0].shape)
         raise NotImplementedError(
             expected(
                 "an optimizer that steps the rows of each rank by themselves",

@@ -114,6 +114,9 @@ _OPTIMIZERS: dict[tuple[str, str], str] = {
     ("heavyball", ""): _ELEMENTWISE,
     ("came_pytorch", "CAME"): _LOW_PRECISION,
 }
+# Those that step even shards as they step FSDP2's.
+_STEP_EVEN_SHARDS = frozenset({("torch", "Muon"), ("torch", "LBFGS"), ("heavyball", "")})
+_OR_EVEN = "; or fully_shard(..., even_shards=True), for which it is right"
 
 
 def cure_of(operation: str, *, of_parameter: bool = False) -> str:
@@ -160,11 +163,18 @@ def _package_of(module: object) -> str:
     return str(module).partition(".")[0]
 
 
-def cure_of_optimizer(optimizer: type) -> str | None:
-    """Return the alternative to an optimizer that cannot step uneven rows; None if it can."""
+def cure_of_optimizer(optimizer: type, *, are_even: bool = False) -> str | None:
+    """Return the alternative to an optimizer that cannot step sharded rows; None if it can.
+
+    Args:
+        optimizer: Its class.
+        are_even: Whether all parameters are cut evenly.
+    """
     for cls in optimizer.__mro__:
         package = _package_of(cls.__module__)
-        cure = _OPTIMIZERS.get((package, cls.__name__), _OPTIMIZERS.get((package, "")))
-        if cure is not None:
-            return cure
+        key = next((k for k in ((package, cls.__name__), (package, "")) if k in _OPTIMIZERS), None)
+        if key in _STEP_EVEN_SHARDS:
+            return None if are_even else _OPTIMIZERS[key] + _OR_EVEN
+        if key is not None:
+            return _OPTIMIZERS[key]
     return None

@@ -398,7 +398,7 @@ def _cut_whole_operands(
         if type(arg) is not DTensor or tuple(arg.shape) != layout.shape:
             return arg
         is_whole = all(p.is_replicate() for p in arg.placements)
-        if _is_even_chunk(arg, like) or not (is_whole or is_copy):
+        if is_even_chunk(arg, like) or not (is_whole or is_copy):
             return arg
         return type(like).wrap(layout.rows_of(whole_of(arg)), spec_of(like), layout)
 
@@ -456,7 +456,7 @@ def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
     )
 
 
-def _is_even_chunk(operand: object, like: RowShardedDTensor) -> bool:
+def is_even_chunk(operand: object, like: RowShardedDTensor) -> bool:
     """Return whether torch has cut an operand as an evenly cut tensor is."""
     return (
         like._uneven_layout.is_even
@@ -481,7 +481,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
         is_cut_alike = isinstance(operand, RowShardedDTensor) and (
             operand._uneven_layout is layout or operand._uneven_layout == layout
         )
-        is_cut_alike = is_cut_alike or _is_even_chunk(operand, sharded[0])
+        is_cut_alike = is_cut_alike or is_even_chunk(operand, sharded[0])
         if not is_cut_alike:
             # With a graph it is an activation that meets a weight: optimizers make no graph.
             is_forward = torch.is_grad_enabled() and isinstance(sharded[0], nn.Parameter)

@@ -33,7 +33,7 @@ class GroupDtypes:
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """Allocates the flat buffers of one group; their content is undefined.
+    """Allocates the flat buffers of one group; the content of their sub-buffers is undefined.
 
     Attributes:
         layout: Offsets of the parameters, cut as the main weight is.
@@ -64,14 +64,16 @@ class GroupBuffers:
 
     def new(self, residence: Residence, dtype: torch.dtype, category: Category) -> DBuffer:
         """Allocate a buffer on the device."""
-        return DBuffer(
-            self.layout,
-            residence,
-            shard=max(self.axes.shard, 0),
-            dtype=dtype,
-            device=self.device,
-            ledger=self.ledger,
-            category=category,
+        return _with_zeros_between(
+            DBuffer(
+                self.layout,
+                residence,
+                shard=max(self.axes.shard, 0),
+                dtype=dtype,
+                device=self.device,
+                ledger=self.ledger,
+                category=category,
+            )
         )
 
     def new_main_grad(self) -> DBuffer:
@@ -83,14 +85,16 @@ class GroupBuffers:
 
         It is longer than the main weight's shard if the outer axis divides the main weight too.
         """
-        return DBuffer(
-            self.gathered_layout,
-            Residence.SHARD,
-            shard=self.axes.gathered_shard,
-            dtype=self.dtypes.grad,
-            device=self.device,
-            ledger=self.ledger,
-            category=Category.MAIN_GRAD,
+        return _with_zeros_between(
+            DBuffer(
+                self.gathered_layout,
+                Residence.SHARD,
+                shard=self.axes.gathered_shard,
+                dtype=self.dtypes.grad,
+                device=self.device,
+                ledger=self.ledger,
+                category=Category.MAIN_GRAD,
+            )
         )
 
     def new_beside_main_weight(
@@ -115,17 +119,25 @@ class GroupBuffers:
         return self._over(memory, Category.MAIN_GRAD, host.ledger)
 
     def _over(self, memory: torch.Tensor, category: Category, ledger: ByteLedger) -> DBuffer:
-        return DBuffer(
-            self.layout,
-            self.residence,
-            # A replicated group has no shard; its whole buffer counts as the first.
-            shard=max(self.axes.shard, 0),
-            dtype=memory.dtype,
-            device=memory.device,
-            ledger=ledger,
-            category=category,
-            memory=memory,
+        return _with_zeros_between(
+            DBuffer(
+                self.layout,
+                self.residence,
+                # A replicated group has no shard; its whole buffer counts as the first.
+                shard=max(self.axes.shard, 0),
+                dtype=memory.dtype,
+                device=memory.device,
+                ledger=ledger,
+                category=category,
+                memory=memory,
+            )
         )
+
+
+def _with_zeros_between(buffer: DBuffer) -> DBuffer:
+    # Norms and fused steps read the whole of it.
+    buffer.zero_between_pieces()
+    return buffer
 
 
 class LocalRows:

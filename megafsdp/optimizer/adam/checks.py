@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.dtensor.op_rules import is_even_chunk
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.errors import expected
 from megafsdp.fsdp.params.parameter_group import group_of
@@ -182,7 +183,9 @@ def check_grad(parameter: torch.Tensor, grad: torch.Tensor, name: str | None = N
 def _are_rows_alike(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
     if not isinstance(parameter, UnevenDTensor):
         return True
-    return isinstance(grad, UnevenDTensor) and parameter.uneven_layout.cuts_as(grad.uneven_layout)
+    if not isinstance(grad, UnevenDTensor):
+        return is_even_chunk(grad, parameter)
+    return parameter.uneven_layout.cuts_as(grad.uneven_layout)
 
 
 def check_scaled_state(parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
