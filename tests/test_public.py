@@ -274,6 +274,7 @@ def test_fully_shard_has_the_promised_keywords() -> None:
         "nccl_user_buffers",
         "dp_mesh_dims",
         "expert_mesh",
+        "even_shards",
     ]
     defaults = {n: p.default for n, p in parameters.items()}
     assert defaults["strategy"] == "optim_grads_params"

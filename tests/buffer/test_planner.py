@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megafsdp.buffer.layout import SHARD_MULTIPLE, FlatLayout, TensorSpec
 from megafsdp.buffer.planner import padding_bound, plan_layout
-from megafsdp.mesh.placement import Flat, Granularity, TensorAtomic
+from megafsdp.mesh.placement import Even, Flat, Granularity, TensorAtomic
 from tests.strategies import Shape, shape_sets, world_sizes
 
 ITEMSIZES = st.sampled_from([0.5, 1, 2, 4, 8])
@@ -350,3 +351,35 @@ def test_padding_of_hard_layers(
     layout = plan_layout(specs, num_shards, itemsize=2)
     numel = sum(spec.numel for spec in specs)
     assert layout.padding_numel <= percent / 100 * numel, layout.describe()
+
+
+@settings(max_examples=60)
+@given(shapes=shape_sets(with_zero_dim=False, with_empty=False), n=world_sizes(16))
+def test_even_shards_are_the_chunks_of_torch(shapes: list[Shape], n: int) -> None:
+    """Each tensor has a sub-buffer of its own, which starts aligned, also of merged shards."""
+    specs = _specs(shapes, Even())
+    layout = plan_layout(specs, n, itemsize=2)
+    assert [slot.sub_buffer for slot in layout.slots] == list(range(len(specs)))
+    ends = [(0, 0)]
+    for index, (spec, sub) in enumerate(zip(specs, layout.sub_buffers, strict=True)):
+        rows = torch.arange(spec.shape[0]).chunk(n)
+        firsts = [int(own[0]) * spec.granule for own in rows]
+        found = [layout.owned_range(index, shard) for shard in range(len(rows))]
+        assert found == list(zip(firsts, [*firsts[1:], spec.numel], strict=True))
+        assert all(layout.owned_range(index, s) == (spec.numel,) * 2 for s in range(len(rows), n))
+        assert sub.local_offset % SHARD_MULTIPLE == sub.gathered_offset % SHARD_MULTIPLE == 0
+        assert ends[-1] == (sub.local_offset, sub.gathered_offset)
+        length = sub.shard_numel + sub.gap_numel
+        ends.append((sub.local_offset + length, sub.gathered_offset + n * length))
+    assert ends[-1] == (layout.shard_numel, layout.gathered_numel)
+    tensors = [(o := layout.gathered_offset(i), o + s.numel) for i, s in enumerate(specs)]
+    _assert_partition([*tensors, *layout.gaps()], layout.gathered_numel)
+    for form in (layout, *([layout.merged(n // 2)] if n % 2 == 0 else [])):
+        assert form.gathered_numel == layout.gathered_numel
+        for shard in range(form.num_shards):
+            owned = [form.owned_range(i, shard) for i in range(len(specs))]
+            places = [
+                (o := form.local_offset(i, shard), o + stop - start)
+                for i, (start, stop) in enumerate(owned)
+            ]
+            _assert_partition([*places, *form.local_gaps(shard)], form.shard_numel)
