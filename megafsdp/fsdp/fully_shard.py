@@ -152,7 +152,9 @@ def fully_shard(
     check_user_buffers(nccl_user_buffers, chosen)
     check_even_shards(even_shards, policy)
     meshes = UnitMeshes(mesh, expert_mesh, spmd)
-    found, meshes = _find(modules, ignored_params or (), policy, shard_placement_fn, meshes)
+    found, meshes = _find(
+        modules, ignored_params or (), policy, shard_placement_fn, meshes, is_even=even_shards
+    )
     mesh = mesh_of(meshes.data, device_type_of(found))
     division = division_of(
         mesh, meshes.experts, chosen, outer_strategy, averaging, is_even=even_shards
@@ -252,7 +254,8 @@ def fully_shard_model(
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
     meshes = UnitMeshes(mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims))
-    check_units(policies, ignored, shard_placement_fn, meshes, offload_of(offload_policy))
+    offload = offload_of(offload_policy)
+    check_units(policies, ignored, shard_placement_fn, meshes, offload, is_even=even_shards)
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
     return cast(FSDPModule, model)
@@ -366,6 +369,8 @@ def check_units(
     placement_fn: PlacementFunction | None,
     meshes: UnitMeshes,
     offload: OffloadPolicy,
+    *,
+    is_even: bool,
 ) -> None:
     """Check everything that could refuse one of several units, so that all are made or none.
 
@@ -376,6 +381,7 @@ def check_units(
         placement_fn: As for :func:`fully_shard`.
         meshes: The meshes given to it.
         offload: Its ``offload_policy``.
+        is_even: Its ``even_shards``.
 
     Raises:
         ValueError: A recipe quantizes nothing of the model.
@@ -388,7 +394,9 @@ def check_units(
     reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
-        found, _ = _find([module], [*ignored, *of_inner], policy, placement_fn, meshes)
+        found, _ = _find(
+            [module], [*ignored, *of_inner], policy, placement_fn, meshes, is_even=is_even
+        )
         check_quantization(found, policy, offload)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
@@ -404,11 +412,13 @@ def _find(
     policy: MixedPrecisionPolicy,
     placement_fn: PlacementFunction | None,
     meshes: UnitMeshes,
+    *,
+    is_even: bool,
 ) -> tuple[list[FoundParameter], UnitMeshes]:
     """Return the checked and placed parameters of one unit, and its meshes."""
     found = find_parameters(modules, ignored, policy)
     check_meshes(meshes.mesh, meshes.experts)
-    meshes = choose_meshes(found, placement_fn, meshes)
+    meshes = choose_meshes(found, placement_fn, meshes, is_even=is_even)
     place_parameters(found, modules, meshes)
     return found, meshes
 

@@ -57,7 +57,11 @@ class UnitMeshes:
 
 
 def choose_meshes(
-    found: Sequence[FoundParameter], placement_fn: PlacementFunction | None, meshes: UnitMeshes
+    found: Sequence[FoundParameter],
+    placement_fn: PlacementFunction | None,
+    meshes: UnitMeshes,
+    *,
+    is_even: bool = False,
 ) -> UnitMeshes:
     """Say which parameters are divided over the mesh of experts, and return the unit's meshes.
 
@@ -68,6 +72,7 @@ def choose_meshes(
         placement_fn: The user's function; None divides what is annotated as experts' over
             ``meshes.experts``.
         meshes: The meshes that the user gave.
+        is_even: Whether each parameter is cut into chunks of dim 0.
 
     Raises:
         NotImplementedError: A placement cuts rows apart, or parameters name several other meshes.
@@ -78,7 +83,7 @@ def choose_meshes(
         item.is_expert = is_given and annotation_of(item.parameter).is_expert
         placement: Any = None if placement_fn is None else placement_fn(item.parameter)
         info = getattr(placement, "mesh_info", None)
-        _check_dim(item, placement if info is None else placement.placement)
+        _check_dim(item, placement if info is None else placement.placement, is_even=is_even)
         if info is None:
             continue
         # torch keeps the full mesh beside the data axes that it has found in it.
@@ -101,7 +106,7 @@ def choose_meshes(
     return meshes
 
 
-def _check_dim(item: FoundParameter, placement: object) -> None:
+def _check_dim(item: FoundParameter, placement: object, *, is_even: bool) -> None:
     """Check that a placement cuts between rows, which flat buffers do without padding.
 
     Placements of any class with a ``dim`` count: torch has several, and users their own.
@@ -109,7 +114,7 @@ def _check_dim(item: FoundParameter, placement: object) -> None:
     ndim = item.parameter.ndim
     dim = getattr(placement, "dim", None)
     # Rows of a stack (E, N, K) are those of its matrices: they are cut on both first dimensions.
-    dims = range(2 if ndim == 3 else 1)
+    dims = range(2 if ndim == 3 and not is_even else 1)
     if placement is None or (dim is not None and (dim if dim >= 0 else dim + ndim) in dims):
         return
     # Local rows of another dimension would not be one range of a flat buffer.

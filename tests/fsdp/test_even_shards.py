@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -66,6 +67,11 @@ def _assert_same_rows(theirs: nn.Module, ours: nn.Module, *, of_grads: bool = Fa
         assert tuple(found.placements) == tuple(wanted.placements), name
         torch.testing.assert_close(found.to_local(), wanted.to_local())
         assert found.to_local().shape == wanted.to_local().shape, name
+        # Programs ask torch which rows a rank has.
+        mesh, placements = found.device_mesh, found.placements
+        shape, offset = compute_local_shape_and_global_offset(found.shape, mesh, placements)
+        regions = [(r.sizes, r.offsets) for r in found.uneven_layout.regions()]
+        assert regions == ([(shape, offset)] if found.to_local().numel() else []), name
 
 
 def _like_torch(*sizes: int) -> None:
@@ -203,9 +209,32 @@ def _pickles() -> None:
         assert torch.equal(found.full_tensor(), tensor.full_tensor())
 
 
-def test_a_file_of_each_rank_is_that_of_torch(ranks: Ranks) -> None:
-    """As programs write that save one pickle a rank."""
+def _states(directory: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shards",))
+    models = [*_pair(mesh=mesh), *_pair(mesh=mesh)]
+    trained = [(model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-5)) for model in models]
+    pair, others = trained[:2], trained[2:]
+    for model, optimizer in pair:
+        model(_batch()).backward()
+        optimizer.step()
+    path = f"{directory}/{dist.get_rank()}"
+    torch.save([x.state_dict() for x in pair[1]], path)
+    # Into the other engine, and into ours.
+    for model, optimizer in others:
+        for x, state in zip((model, optimizer), torch.load(path, weights_only=False), strict=True):
+            x.load_state_dict(state)
+    for model, optimizer in trained:
+        optimizer.zero_grad()
+        model(_batch(1)).backward()
+        optimizer.step()
+    for model, _ in others:
+        _assert_same_rows(model, pair[1][0])
+
+
+def test_a_file_of_each_rank_is_that_of_torch(ranks: Ranks, tmp_path: Path) -> None:
+    """As programs write that save one pickle a rank, and load them on as many ranks."""
     ranks(3).run(_pickles)
+    ranks(3).run(_states, str(tmp_path))
 
 
 _STEPS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -281,6 +310,13 @@ def _refused() -> None:
             with pytest.raises(NotImplementedError, match="even_shards=True"):
                 shard(model, even_shards=True, **units, **options)
             assert not any(isinstance(p, DTensor) for p in model.parameters())
+    model = Odd()
+    with pytest.raises(NotImplementedError, match=r"Expected Shard\(0\), got .*'stack'"):
+        megafsdp.fully_shard(
+            model,
+            even_shards=True,
+            shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else Shard(0),
+        )
 
 
 def test_what_would_cut_chunks_again_is_refused(ranks: Ranks) -> None:
