@@ -149,6 +149,7 @@ class DBuffer:
         for sub in self.layout.sub_buffers:
             if sub.gap_numel:
                 start = sub.local_offset if is_shard else sub.gathered_offset
+                # Views of whole buffers and shards have the gap in different places.
                 start += factor * sub.shard_numel
                 self.flat.narrow(0, start, factor * sub.gap_numel).zero_()
 

@@ -24,6 +24,37 @@ from megafsdp.mesh.spmd import SpmdMesh
 _STAGES = tuple(Strategy)
 
 
+@dataclass(frozen=True)
+class UnitMeshes:
+    """The meshes given for one unit, and how they cut.
+
+    Attributes:
+        mesh: The data-parallel mesh, or a full one; None for one of all ranks.
+        experts: The data-parallel mesh of experts' parameters; None for that of all others.
+        spmd: The axes of ``mesh`` if parameters are DTensors on all of them.
+        experts_spmd: The same of the mesh of experts' parameters.
+        is_even: Whether each parameter is cut by itself into chunks of dim 0.
+    """
+
+    mesh: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+    spmd: SpmdMesh | None = None
+    experts_spmd: SpmdMesh | None = None
+    is_even: bool = False
+
+    @property
+    def data(self) -> DeviceMesh | None:
+        """Return the data-parallel mesh of parameters that are no experts'."""
+        return self.mesh if self.spmd is None else self.spmd.data
+
+    def is_default(self, data: DeviceMesh, spmd: SpmdMesh | None) -> bool:
+        """Return whether a mesh is that of the unit's other parameters."""
+        if self.mesh is None:
+            # The mesh of all ranks is made later, if no mesh is given.
+            return spmd is None and data.ndim == 1 and data.size() == dist.get_world_size()
+        return (data, spmd) == (self.data, self.spmd)
+
+
 def strategy_of(value: str | int, spmd: SpmdMesh | None = None) -> Strategy:
     """Return the strategy of a Megatron name or a ZeRO stage 0 to 3.
 
@@ -222,12 +253,10 @@ class Division:
 
 def division_of(
     mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None,
+    meshes: UnitMeshes,
     strategy: Strategy,
     outer_strategy: str,
     average: Average,
-    *,
-    is_even: bool = False,
 ) -> Division:
     """Return what a unit divides, from the arguments of :func:`fully_shard`.
 
@@ -236,7 +265,7 @@ def division_of(
         NotImplementedError: Even chunks would be divided over two axes.
     """
     is_divided = is_divided_over_outer_axis(outer_strategy, strategy, mesh)
-    if is_even and is_divided:
+    if meshes.is_even and is_divided:
         raise NotImplementedError(
             expected(
                 "one axis that divides parameters",
@@ -245,8 +274,8 @@ def division_of(
                 hint="Leave one of them out",
             )
         )
-    experts = expert_mesh_of(expert_mesh, mesh, is_divided_over_outer_axis=is_divided)
+    experts = expert_mesh_of(meshes.experts, mesh, is_divided_over_outer_axis=is_divided)
     # This factor alone averages gradients: no reduction divides again. It holds for experts too:
     # their mesh is smaller, but each of their gradients sums the tokens of as many more ranks.
     scale = 1.0 if average is Average.TOKEN else 1.0 / mesh.size()
-    return Division(mesh, experts, strategy, is_divided, scale, is_even)
+    return Division(mesh, experts, strategy, is_divided, scale, meshes.is_even)

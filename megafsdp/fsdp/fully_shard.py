@@ -26,7 +26,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from megafsdp.device.streams import device_handle
 from megafsdp.errors import expected
-from megafsdp.fsdp.division import division_of, mesh_of, strategy_of
+from megafsdp.fsdp.division import UnitMeshes, division_of, mesh_of, strategy_of
 from megafsdp.fsdp.eligible import check_quantization
 from megafsdp.fsdp.fsdp_module import FSDPModule, mix_in
 from megafsdp.fsdp.grouping import (
@@ -50,7 +50,7 @@ from megafsdp.fsdp.keywords import (
 from megafsdp.fsdp.params.kept_weights import check_any_is_quantized
 from megafsdp.fsdp.params.policy import Average, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.placement_choice import UnitMeshes, choose_meshes
+from megafsdp.fsdp.placement_choice import choose_meshes
 from megafsdp.fsdp.placing import check_meshes, place_parameters
 from megafsdp.fsdp.policy_names import policies_by_module
 from megafsdp.fsdp.runtime.schedule import UnitOptions
@@ -115,11 +115,10 @@ def fully_shard(
             HFSDP), with any names; None: 1-D, all ranks. The module is moved to the mesh's device.
         strategy: What is divided: ``"optim_grads_params"`` (ZeRO-3, or 3), ``"optim_grads"``
             (ZeRO-2, or 2), ``"optim"`` (ZeRO-1, or 1), or ``"no_shard"`` (DDP, or 0): nothing.
-        outer_strategy: What the first axis of a 2-D mesh also divides: ``"no_shard"``, nothing
-            (HSDP), or ``"optim"``, main weights and optimizer states (HFSDP; needs ZeRO-3).
-        reshard_after_forward: Free the gathered parameters between forward and backward. None frees
-            all but those needed again at once: the root's and the last unit's. A number keeps them
-            divided among that many neighbouring ranks, say of one node.
+        outer_strategy: What the first axis of a 2-D mesh also divides: ``"no_shard"``: nothing
+            (HSDP); ``"optim"``: main weights and optimizer states (HFSDP; needs ZeRO-3).
+        reshard_after_forward: Free gathered parameters between forward and backward. None: all but
+            the root's and the last unit's. A number: stay divided among that many neighbours.
         shard_placement_fn: As in torch, with a mesh for experts too; only rows are cut.
         mp_policy: Dtypes; torch's policy is accepted.
         offload_policy: What lives on the host: nothing if None; torch's policy is accepted.
@@ -130,8 +129,7 @@ def fully_shard(
             stays allocated. Only for ZeRO-3; without NCCL memory stays plain, with a warning.
         dp_mesh_dims: As in torch: the data axes of ``mesh``, on which all parameters are DTensors.
         expert_mesh: Ranks that divide experts' parameters; the mean is still over ``mesh``.
-        even_shards: Cut each parameter by itself into chunks of dim 0, as FSDP2 and ``torch.chunk``
-            do. Costs padding and a collective for each, which NCCL takes in one call.
+        even_shards: Cut each parameter by itself, as FSDP2 does: more padding and collectives.
 
     Returns:
         ``module``, whose class is now also an :class:`FSDPModule`.
@@ -150,15 +148,10 @@ def fully_shard(
     chosen, averaging = strategy_of(strategy, spmd), average_of(average)
     check_modules(modules, prefetch)
     check_user_buffers(nccl_user_buffers, chosen)
-    check_even_shards(even_shards, policy)
-    meshes = UnitMeshes(mesh, expert_mesh, spmd)
-    found, meshes = _find(
-        modules, ignored_params or (), policy, shard_placement_fn, meshes, is_even=even_shards
-    )
+    meshes = UnitMeshes(mesh, expert_mesh, spmd, is_even=even_shards)
+    found, meshes = _find(modules, ignored_params or (), policy, shard_placement_fn, meshes)
     mesh = mesh_of(meshes.data, device_type_of(found))
-    division = division_of(
-        mesh, meshes.experts, chosen, outer_strategy, averaging, is_even=even_shards
-    )
+    division = division_of(mesh, meshes, chosen, outer_strategy, averaging)
     options = UnitOptions(prefetch, division.reshard_of(reshard_after_forward), nccl_user_buffers)
     groups = build_groups(found, policy, division, memory)
     claim(found, type(modules[0]).__name__)
@@ -166,8 +159,7 @@ def fully_shard(
     for each in modules:
         mix_in(each)
     FSDPUnit(modules, groups, policy=policy, memory=memory, options=options)
-    # Last: the hooks on steps compare ids, so all sharded parameters must exist.
-    watch_optimizer_steps()
+    watch_optimizer_steps()  # Last: its hooks compare ids, so sharded parameters must exist.
     return cast(FSDPModule | list[FSDPModule] | tuple[FSDPModule, ...], module)
 
 
@@ -229,8 +221,7 @@ def fully_shard_model(
             ``mp_policy`` matches nothing, or its recipe quantizes nothing.
         Exception: Whatever :func:`fully_shard` raises.
     """
-    # A list, because each unit iterates over it.
-    ignored = list(ignored_params or ())
+    ignored = list(ignored_params or ())  # Each unit iterates over it.
     options: ModelKeywords = {
         "mesh": mesh,
         "strategy": strategy,
@@ -248,14 +239,11 @@ def fully_shard_model(
     }
     units = leave_out_tied(model, find_units(model, fsdp_unit_modules), ignored)
     # Before the first fully_shard(): names are matched to parameters by id, and it replaces them.
-    policy = mixed_precision_of(mp_policy)
-    check_even_shards(even_shards, policy)
-    policies = policies_by_module(model, units, policy)
+    policies = policies_by_module(model, units, mixed_precision_of(mp_policy))
     # Inner units first: each takes what no unit below it owns.
     policies = {module: policies[module] for module in (*reversed(units), model)}
-    meshes = UnitMeshes(mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims))
-    offload = offload_of(offload_policy)
-    check_units(policies, ignored, shard_placement_fn, meshes, offload, is_even=even_shards)
+    meshes = UnitMeshes(mesh, expert_mesh, spmd_mesh_of(mesh, dp_mesh_dims), is_even=even_shards)
+    check_units(policies, ignored, shard_placement_fn, meshes, offload_of(offload_policy))
     for module, policy in policies.items():
         fully_shard(module, mp_policy=policy, **options)
     return cast(FSDPModule, model)
@@ -369,8 +357,6 @@ def check_units(
     placement_fn: PlacementFunction | None,
     meshes: UnitMeshes,
     offload: OffloadPolicy,
-    *,
-    is_even: bool,
 ) -> None:
     """Check everything that could refuse one of several units, so that all are made or none.
 
@@ -381,7 +367,6 @@ def check_units(
         placement_fn: As for :func:`fully_shard`.
         meshes: The meshes given to it.
         offload: Its ``offload_policy``.
-        is_even: Its ``even_shards``.
 
     Raises:
         ValueError: A recipe quantizes nothing of the model.
@@ -394,9 +379,7 @@ def check_units(
     reasons: dict[str, str] = {}
     for module, policy in policies.items():
         of_inner = [p for m in module.modules() if m in taken for p in taken[m]]
-        found, _ = _find(
-            [module], [*ignored, *of_inner], policy, placement_fn, meshes, is_even=is_even
-        )
+        found, _ = _find([module], [*ignored, *of_inner], policy, placement_fn, meshes)
         check_quantization(found, policy, offload)
         device_type_of(found)
         taken[module] = [item.parameter for item in found]
@@ -412,13 +395,12 @@ def _find(
     policy: MixedPrecisionPolicy,
     placement_fn: PlacementFunction | None,
     meshes: UnitMeshes,
-    *,
-    is_even: bool,
 ) -> tuple[list[FoundParameter], UnitMeshes]:
     """Return the checked and placed parameters of one unit, and its meshes."""
+    check_even_shards(meshes.is_even, policy)
     found = find_parameters(modules, ignored, policy)
     check_meshes(meshes.mesh, meshes.experts)
-    meshes = choose_meshes(found, placement_fn, meshes, is_even=is_even)
+    meshes = choose_meshes(found, placement_fn, meshes)
     place_parameters(found, modules, meshes)
     return found, meshes
 

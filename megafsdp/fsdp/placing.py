@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megafsdp.errors import expected
+from megafsdp.fsdp.division import UnitMeshes
 from megafsdp.fsdp.grouping import FoundParameter
 from megafsdp.fsdp.params.model_parts import (
     check_expert,
@@ -26,7 +27,6 @@ from megafsdp.fsdp.params.model_parts import (
     read_spmd_placement,
     tensor_parallel_mesh,
 )
-from megafsdp.fsdp.placement_choice import UnitMeshes
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.mesh.dtensor import cut_dim, joined_mesh

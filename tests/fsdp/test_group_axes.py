@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import full_tensor
+from megafsdp.fsdp.division import UnitMeshes
 from megafsdp.fsdp.fsdp_module import mix_in
 from megafsdp.fsdp.grouping import find_parameters
 from megafsdp.fsdp.params.group_buffers import GroupDtypes
@@ -18,7 +19,6 @@ from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.parameter_group import ParameterGroup
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
-from megafsdp.fsdp.placement_choice import UnitMeshes
 from megafsdp.fsdp.placing import place_parameters
 from megafsdp.fsdp.runtime.schedule import UnitOptions
 from megafsdp.fsdp.runtime.unit import FSDPUnit

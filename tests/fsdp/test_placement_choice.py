@@ -23,10 +23,11 @@ from megafsdp import (
     fully_shard,
     fully_shard_model,
 )
+from megafsdp.fsdp.division import UnitMeshes
 from megafsdp.fsdp.grouping import find_parameters
 from megafsdp.fsdp.params.mesh_axes import DataParallelAxes
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy
-from megafsdp.fsdp.placement_choice import UnitMeshes, choose_meshes
+from megafsdp.fsdp.placement_choice import choose_meshes
 from megafsdp.mesh.spmd import spmd_mesh_of
 from tests.fsdp.mixture import show_to_all
 from tests.fsdp.test_spmd_mesh import Dims

@@ -178,6 +178,7 @@ def run_as_torch(
 ) -> Any:
     """Run an operation of tensors that are all cut evenly through DTensor, or refuse it."""
     leaves = uneven_leaves(args, kwargs)
+    # All ranks decide alike: layouts are the same everywhere but for the shard.
     if not all(leaf._uneven_layout.is_even for leaf in leaves):
         refuse(name, args, kwargs)
     result = _reduce(func, name, args, kwargs)
@@ -458,6 +459,7 @@ def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
 
 def is_even_chunk(operand: object, like: RowShardedDTensor) -> bool:
     """Return whether torch has cut an operand as an evenly cut tensor is."""
+    # Of equal shape: rows of a tensor that is broadcast would meet other rows.
     return (
         like._uneven_layout.is_even
         and isinstance(operand, DTensor)

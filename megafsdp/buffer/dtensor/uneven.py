@@ -299,6 +299,7 @@ class UnevenDTensor(RowShardedDTensor):
         if wanted == tuple(self.placements):
             return self
         if self._uneven_layout.is_even:
+            # torch knows the rows from the placements, so it can move them.
             return as_plain_dtensor(self).redistribute(device_mesh, placements, **kwargs)
         if not all(p.is_replicate() for p in wanted):
             raise NotImplementedError(
