@@ -29,6 +29,16 @@ def cut_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
 
+def are_rows_cut(parameter: torch.Tensor) -> bool:
+    """Return whether a mesh axis cuts the rows of a matrix, as tp cuts input columns."""
+    if not isinstance(parameter, DTensor):
+        return False
+    # A row of a stack is a row of one of its matrices.
+    first = 2 if parameter.ndim == 3 else 1
+    dims = map(cut_dim, parameter.placements)
+    return any(dim is not None and dim >= first for dim in dims)
+
+
 def shard_axes(placements: Sequence[Placement], num_model_axes: int) -> list[int]:
     """Return the data axes that divide a main weight's rows: the last one, all, or none."""
     data = placements[: len(placements) - num_model_axes]

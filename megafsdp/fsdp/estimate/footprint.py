@@ -28,8 +28,9 @@ not counted.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -187,20 +188,41 @@ def owned_numels(layout: FlatLayout) -> list[int]:
     return owned
 
 
-def _most_owned_nbytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the main weights' bytes, without gaps, on the rank that owns the most of them.
+def most_on_a_rank(by_shard: Mapping[int, Sequence[int]], num_pieces: int) -> int:
+    """Return the largest sum of numbers that one rank has.
 
-    Experts may have fewer shards than other groups. The first shard of both is the fullest, and
-    rank 0 has both, so the largest sums of the two are added.
+    Experts may have another number of shards than other groups. Each rank has one shard of both,
+    and the largest of both may lie on different ranks.
+
+    Args:
+        by_shard: A number for each shard, by how many shards there are.
+        num_pieces: How many ranks of the outer axis divide a shard of the inner one.
     """
+    inner = {n: max(1, n // num_pieces) for n in by_shard}
+    # Neighbours in one division are neighbours in all, and the outer rank varies fastest.
+    num_places = math.lcm(*inner.values())
+    sums = [0] * (num_places * num_pieces)
+    for num_shards, numbers in by_shard.items():
+        for index in range(len(sums)):
+            place, piece = divmod(index, num_pieces)
+            shard = place * inner[num_shards] // num_places
+            sums[index] += numbers[shard * num_pieces + piece if num_shards > 1 else 0]
+    return max(sums)
+
+
+def _most_owned_nbytes(units: Sequence[PlannedUnit]) -> int:
+    """Return the main weights' bytes, without gaps, on the rank that owns the most of them."""
     by_layout: Counter[tuple[int, int]] = Counter()
     layouts = {}
+    num_pieces = 1
     for group in (g for unit in units for g in unit.groups if g.is_trainable):
         by_layout[id(group.layout), group.dtypes.main.itemsize] += 1
         layouts[id(group.layout)] = group.layout
-    owned: dict[int, Counter[int]] = {}
+        num_pieces = max(num_pieces, group.num_pieces)
+    owned = {1: [0]}
     for (which, itemsize), count in by_layout.items():
-        of_shards = owned.setdefault(layouts[which].num_shards, Counter())
+        num_shards = layouts[which].num_shards
+        of_shards = owned.setdefault(num_shards, [0] * num_shards)
         for shard, numel in enumerate(owned_numels(layouts[which])):
             of_shards[shard] += count * itemsize * numel
-    return sum(max(of_shards.values()) for of_shards in owned.values())
+    return most_on_a_rank(owned, num_pieces)

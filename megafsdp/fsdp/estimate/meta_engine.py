@@ -32,7 +32,7 @@ from megafsdp.fsdp.params.parameter_group import GroupDtypes, ParameterGroup
 from megafsdp.fsdp.params.unit_ledger import HostMemory
 from megafsdp.fsdp.runtime.root import reasons_to_keep
 from megafsdp.fsdp.runtime.unit import FSDPUnit, units_below
-from megafsdp.mesh.dtensor import joined_mesh
+from megafsdp.mesh.dtensor import are_rows_cut, joined_mesh
 from megafsdp.mesh.parallel_dims import TP, Meshes, flat_group
 from megafsdp.mesh.torch_private import forget_dtensor_meshes, meta_devices_counted
 from megafsdp.quantize.tensor import QuantizedTensor
@@ -53,6 +53,8 @@ class PlannedGroup:
         is_offloaded: Whether the optimizer keeps its main weight and states on the host.
         is_expert: Whether it is divided over the mesh of experts.
         recipe: Name of the recipe that quantizes it; None for none.
+        num_pieces: How many ranks of the outer axis divide a shard of the inner one.
+        have_cut_rows: For each tensor of the layout, whether a model axis cuts its rows.
     """
 
     layout: FlatLayout
@@ -62,6 +64,8 @@ class PlannedGroup:
     is_offloaded: bool = False
     is_expert: bool = False
     recipe: str | None = None
+    num_pieces: int = 1
+    have_cut_rows: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,4 +309,6 @@ def _plan(group: ParameterGroup) -> PlannedGroup:
         is_offloaded=group.is_moved,
         is_expert=group.axes.is_expert,
         recipe=None if group.quantization is None else group.quantization.recipe.name,
+        num_pieces=group.axes.num_pieces,
+        have_cut_rows=tuple(are_rows_cut(parameter.sharded) for parameter in group.parameters),
     )

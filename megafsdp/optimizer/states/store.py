@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megafsdp.buffer.dtensor.uneven import local_tensor, wrap_like
 from megafsdp.buffer.layout import row_numel_of
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
-from megafsdp.mesh.dtensor import cut_dim
+from megafsdp.mesh.dtensor import are_rows_cut
 from megafsdp.optimizer.kernels import reference
 from megafsdp.optimizer.states.flat import FlatStates
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES, ScaledState, dtype_for, is_scaled
@@ -71,7 +71,7 @@ class StateStore:
         narrow = [name for name, dtype in self.dtypes.items() if is_scaled(dtype)]
         num_cut = 0
         for parameter in parameters:
-            num_cut += bool(narrow) and _are_rows_cut(parameter)
+            num_cut += bool(narrow) and are_rows_cut(parameter)
             owner = group_of(parameter)
             if owner is not None:
                 self._numels[owner] = self._numels.get(owner, 0) + parameter.numel()
@@ -266,18 +266,9 @@ class StateStore:
 
 def _dtype_of(parameter: torch.Tensor, wished: torch.dtype) -> torch.dtype:
     """Return the dtype of a state; fp32 if a mesh axis cuts rows, and thereby blocks."""
-    if is_scaled(wished) and _are_rows_cut(parameter):
+    if is_scaled(wished) and are_rows_cut(parameter):
         return torch.float32
     return dtype_for(parameter.shape, wished)
-
-
-def _are_rows_cut(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    # A row of a stack is a row of one of its matrices.
-    first = 2 if parameter.ndim == 3 else 1
-    dims = map(cut_dim, parameter.placements)
-    return any(dim is not None and dim >= first for dim in dims)
 
 
 def _by_itself(

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from megafsdp.buffer.layout import FlatLayout, TensorSpec, row_numel_of
+from megafsdp.buffer.layout import TensorSpec, row_numel_of
 from megafsdp.device.host_memory import aligned_nbytes
 from megafsdp.errors import expected
+from megafsdp.fsdp.estimate.footprint import most_on_a_rank
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
 from megafsdp.optimizer.states.formats import BLOCK_NUMEL, PLAIN_DTYPES, dtype_for, is_scaled
@@ -154,7 +155,7 @@ def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: 
         section: The optimizer.
         muon: Muon's options.
     """
-    by_shard = {1: [0]}
+    by_shard, num_pieces = {1: [0]}, 1
     counted: dict[tuple[object, ...], list[int]] = {}
     for unit in units:
         prefix = "" if unit is units[0] else f"{unit.name}."
@@ -165,20 +166,19 @@ def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: 
                 section.kind == "muon" and is_for_muon(prefix + s.name, len(s.shape), muon)
                 for s in specs
             )
-            key = (id(layout), main, by_muon)
+            key = (id(layout), main, by_muon, group.have_cut_rows)
             if key not in counted:
-                counted[key] = _nbytes_by_shard(layout, main, section, by_muon)
+                counted[key] = _nbytes_by_shard(group, section, by_muon)
             total = by_shard.setdefault(layout.num_shards, [0] * layout.num_shards)
             by_shard[layout.num_shards] = [a + b for a, b in zip(total, counted[key], strict=True)]
-    return sum(max(total) for total in by_shard.values())
+            num_pieces = max(num_pieces, group.num_pieces)
+    return most_on_a_rank(by_shard, num_pieces)
 
 
 def _nbytes_by_shard(
-    layout: FlatLayout,
-    main: torch.dtype,
-    section: OptimizerSection,
-    by_muon: Sequence[bool],
+    group: PlannedGroup, section: OptimizerSection, by_muon: Sequence[bool]
 ) -> list[int]:
+    layout, main = group.layout, group.dtypes.main
     flat: list[torch.dtype] = []
     dtypes: Sequence[torch.dtype] = ()
     if section.is_fused_adam:
@@ -197,13 +197,18 @@ def _nbytes_by_shard(
         length = layout.sub_buffers[slot.sub_buffer].shard_numel
         for shard in range(slot.offset // length, -(-(slot.offset + slot.spec.numel) // length)):
             start, stop = layout.owned_range(index, shard)
-            total[shard] += sum(_nbytes(slot.spec, stop - start, dtype) for dtype in kept)
+            total[shard] += sum(
+                _nbytes(slot.spec, stop - start, dtype, is_row_cut=group.have_cut_rows[index])
+                for dtype in kept
+            )
     return total
 
 
-def _nbytes(spec: TensorSpec, numel: int, wished: torch.dtype) -> int:
+def _nbytes(spec: TensorSpec, numel: int, wished: torch.dtype, *, is_row_cut: bool) -> int:
     """Return the bytes of one state of a parameter's elements on a rank, scales included."""
     dtype = dtype_for(torch.Size(spec.shape), wished)
+    if is_scaled(dtype) and is_row_cut:
+        return numel * torch.float32.itemsize
     if not is_scaled(dtype):
         return numel * dtype.itemsize
     columns = row_numel_of(spec.shape)

@@ -371,6 +371,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
     share = config.train.global_batch_size // dims.data_size
     num_microbatches = share // config.micro_batch_size(dims.data_size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    # Plan for a GPU unless the run is on a CPU, even if this machine has no GPU.
+    device_type = "cpu" if config.run.device == "cpu" else "cuda"
     with fake_ranks(size):
         meshes = dims.build("meta")
         engine = MetaEngine(
@@ -383,7 +385,8 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             mp_policy=config.precision.policy(),
             prefetch=parallel.prefetch,
             reshard_after_forward=parallel.reshard_after_forward,
-            nccl_user_buffers=parallel.nccl_user_buffers,
+            # A run on a CPU ignores it.
+            nccl_user_buffers=parallel.nccl_user_buffers and device_type == "cuda",
         )
         if fraction:
             most = MOST_OF_AUTO if fraction == "auto" else fraction
@@ -393,11 +396,9 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
             num_microbatches=num_microbatches,
             state_nbytes=state_nbytes(units, config.optimizer, config.muon),
             casts_from=_cast_by_step(config.optimizer),
-            loop_all_reduces=_loop_all_reduces(config, model_config),
+            loop_all_reduces=_loop_all_reduces(config, model_config, num_microbatches),
         )
         footprint = footprint_of(engine, step)
-    # Plan for a GPU unless the run is on a CPU, even if this machine has no GPU.
-    device_type = "cpu" if config.run.device == "cpu" else "cuda"
     host = host_footprint(units, config.optimizer, is_pinned=device_type == "cuda")
     host_threads = config.optimizer.host_threads or default_host_threads(device_type)
     duration_s = time.perf_counter() - start_s
@@ -430,12 +431,15 @@ def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
     return torch.bfloat16 if section.store_param_remainders else torch.float32
 
 
-def _loop_all_reduces(config: Config, model: ModelConfig) -> tuple[int, ...]:
+def _loop_all_reduces(config: Config, model: ModelConfig, num_microbatches: int) -> tuple[int, ...]:
     found = [_LOSS_NBYTES]
     if config.precision.param_dtype == "fp16" and not config.optimizer.is_fused_adam:
         found.append(_FOUND_INF_NBYTES)
     if model.has_experts and model.router_balance == "bias":
         found.append(_LOAD_NBYTES * model.num_layers * model.num_experts)
+    if model.has_experts and model.router_balance == "aux_loss":
+        # Backward sums the loads of each layer and microbatch over all ranks.
+        found += [_LOAD_NBYTES * model.num_experts] * model.num_layers * num_microbatches
     return tuple(found)
 
 

@@ -53,7 +53,9 @@ def _nbytes_with_scales(state: torch.Tensor) -> int:
     local = state.to_local()
     nbytes = local.numel() * local.element_size()
     if state.dtype in (torch.float16, torch.float8_e4m3fn):
-        nbytes += 4 * local.shape[0] * -(-state.shape[1:].numel() // 128)
+        # A row of a stack is one of a matrix.
+        columns = state.shape[-1] if state.ndim == 3 else state.shape[1:].numel()
+        nbytes += 4 * (local.numel() // columns) * -(-columns // 128)
     return nbytes
 
 
@@ -268,6 +270,46 @@ def test_other_states_are_those_of_real_steps(
     assert states == max(nbytes) > 0
 
 
+def test_rows_that_tensor_parallelism_cuts_have_wider_states(ranks: Ranks, tmp_path: Path) -> None:
+    """Rows of input columns are cut, and with them blocks: such weights keep fp32 moments."""
+    config = tiny(
+        tmp_path,
+        model={"num_query_groups": 2, "hidden_size": 136},
+        parallel={"tp": 2},
+        optimizer={"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
+    )
+    states = dry_run(config, 2).footprint.resting[Category.OPTIMIZER_STATE]
+    assert states == max(own for *_, own in ranks(2).run(_train_steps, config)) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "optimizer"),
+    [
+        ({"num_experts": 2, "moe_ffn_hidden_size": 30}, {"ep": 2}, {"kind": "muon"}),
+        (
+            {"num_experts": 6, "vocab_size": 258},
+            {"ep": 2, "dp_outer": 2, "outer_strategy": "optim"},
+            {"exp_avg_dtype": "fp8"},
+        ),
+    ],
+    ids=["muon", "fp8"],
+)
+def test_states_of_experts_are_those_of_the_rank_with_most(
+    ranks: Ranks,
+    tmp_path: Path,
+    model: dict[str, Any],
+    parallel: dict[str, Any],
+    optimizer: dict[str, Any],
+) -> None:
+    """A rank has one shard of experts and one of the rest; no rank has the largest of both."""
+    model = MIXTURE | {"hidden_size": 34, "num_layers": 1, "num_experts_per_token": 1} | model
+    config = tiny(tmp_path, model=model, parallel=parallel, optimizer=optimizer)
+    states = dry_run(config, 4).footprint.resting[Category.OPTIMIZER_STATE]
+    measured = ranks(4).run(_train_steps, config)
+    nbytes = [own + ledger.live[Category.OPTIMIZER_STATE] for ledger, _, own in measured]
+    assert states == max(nbytes) > 0
+
+
 def _counts_of_a_step(config: Config) -> tuple[Counter[str], Counter[str]]:
     """Run the loop; return calls and bytes between the ends of its second and third step."""
     ends: list[tuple[Counter[str], Counter[str]]] = []
@@ -294,8 +336,10 @@ def _counts_of_a_step(config: Config) -> tuple[Counter[str], Counter[str]]:
                 "optimizer": {"kind": "sgd", "lr": 0.1},
             },
         ),
+        (1, {"model": MIXTURE | {"router_balance": "aux_loss"}}),
+        (1, {"model": MIXTURE | {"router_balance": "bias"}}),
     ],
-    ids=["megafsdp", "torch", "fp16", "fp16 by torch"],
+    ids=["megafsdp", "torch", "fp16", "fp16 by torch", "auxiliary loss", "bias of experts"],
 )
 def test_the_loop_adds_no_collective_that_is_not_said(
     ranks: Ranks, tmp_path: Path, dp_outer: int, sections: dict[str, dict[str, Any]]
@@ -305,7 +349,8 @@ def test_the_loop_adds_no_collective_that_is_not_said(
     config = tiny(
         tmp_path,
         parallel={"dp_outer": dp_outer},
-        train={"micro_batch_size": 2, "global_batch_size": 8 * dp_outer, "steps": 3},
+        train={"micro_batch_size": 2, "global_batch_size": 8 * dp_outer, "steps": 4},
+        # The last step is logged, with collectives of its own.
         logging={"interval_steps": 100},
         **{"precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}, **sections},
     )
@@ -358,6 +403,15 @@ def test_slabs_stay_allocated_between_steps() -> None:
     assert plain.resting[Category.UNSHARDED] == 0
     assert slabs.resting[Category.UNSHARDED] == slabs.peak[Category.UNSHARDED] == unsharded
     assert slabs.traffic == plain.traffic
+
+
+def test_a_cpu_registers_no_memory(tmp_path: Path) -> None:
+    """A run on a CPU ignores the choice with a warning, and gathers as without it."""
+    said = [
+        dry_run(tiny(tmp_path, parallel={"nccl_user_buffers": chosen}), 2).footprint
+        for chosen in (False, True)
+    ]
+    assert said[0].resting == said[1].resting and said[0].peak == said[1].peak
 
 
 def test_json_of_eight_billion_parameters_on_1024_ranks(
