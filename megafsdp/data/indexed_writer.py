@@ -89,7 +89,7 @@ class IndexedDatasetWriter:
         self.end_document()
 
     def append(self, dataset: IndexedDataset) -> None:
-        """Append all documents of another dataset.
+        """Append all documents of another dataset; a document that is open ends before them.
 
         Raises:
             DataError: Its dtype differs, or it has sequence modes, which this writer does not keep.
@@ -100,6 +100,7 @@ class IndexedDatasetWriter:
             raise self._error(
                 f"{self.dtype.name} tokens without modes", dataset.dtype.name + modes, hint
             )
+        self._end_open_document()
         with dataset.data_path.open("rb") as source:
             while piece := source.read(_COPY_NBYTES):
                 with self._writing():
@@ -110,8 +111,7 @@ class IndexedDatasetWriter:
 
     def close(self) -> None:
         """Publish both files; sequences after the last ended document become one more document."""
-        if self._boundaries[-1] != len(self._lengths):
-            self.end_document()
+        self._end_open_document()
         with self._writing():
             with open(f"{self._temporary}.idx", "wb") as index:
                 self._write_index(index)
@@ -130,6 +130,10 @@ class IndexedDatasetWriter:
             self._file.close()
         for suffix in (".bin", ".idx"):
             Path(self._temporary + suffix).unlink(missing_ok=True)
+
+    def _end_open_document(self) -> None:
+        if self._boundaries[-1] != len(self._lengths):
+            self.end_document()
 
     def _write_index(self, index: BinaryIO) -> None:
         code = _DTYPE_TO_CODE[self.dtype]

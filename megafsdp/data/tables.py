@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megafsdp.errors import ConfigError, DataError, expected
 
@@ -19,6 +20,10 @@ _DICT_FILE = "dataset_dict.json"
 
 # The texts of some rows, and how many rows the table has.
 Rows = tuple[Sequence[object], int]
+
+
+class BrokenText(bytes):
+    """A text of a table that is not UTF-8."""
 
 
 def is_dataset_folder(path: Path) -> bool:
@@ -41,7 +46,7 @@ def is_dataset_folder(path: Path) -> bool:
     return all((path / name).is_file() for name in _DATASET_FILES)
 
 
-def table_rows(path: Path, column: str) -> Iterator[tuple[str, float]]:
+def table_rows(path: Path, column: str) -> Iterator[tuple[str | BrokenText, float]]:
     """Read the texts of one column, in the order of the rows.
 
     Args:
@@ -60,7 +65,7 @@ def table_rows(path: Path, column: str) -> Iterator[tuple[str, float]]:
     for texts, num_rows in batches:
         for text in texts:
             number += 1
-            if not isinstance(text, str):
+            if not isinstance(text, str | BrokenText):
                 where = f"'{path}', row {number}"
                 hint = "Take out the rows without text, or name another column by json_key"
                 what = f"text in column '{column}'"
@@ -78,11 +83,32 @@ def _parquet_batches(path: Path, column: str) -> Iterator[Rows]:
         with pyarrow.parquet.ParquetFile(path) as file:
             _require_column(path, column, file.schema_arrow.names)
             for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
-                yield batch.column(0).to_pylist(), file.metadata.num_rows
+                yield _texts_of(batch.column(0)), file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         what = "a whole Parquet file"
         hint = "Fetch or write the file again, or take it out of the inputs"
         raise DataError(expected(what, error, where=f"file '{path}'", hint=hint)) from error
+
+
+def _texts_of(column: Any) -> list[object]:
+    """Return the values of a column of Arrow; texts that are not UTF-8 as their bytes."""
+    try:
+        values: list[object] = column.to_pylist()
+    except UnicodeDecodeError:
+        # Parquet does not check what is stored as a string.
+        import pyarrow
+
+        values = [_text_of(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+    return values
+
+
+def _text_of(value: bytes | None) -> object:
+    if value is None:
+        return None
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return BrokenText(value)
 
 
 def dataset_batches(path: Path, column: str) -> Iterator[Rows]:

@@ -161,8 +161,8 @@ def file_documents(
     def documents(file: TextFile) -> Iterator[Document]:
         path = file.path
         if path.is_dir() or path.suffix.lower() == PARQUET_SUFFIX:
-            for text, share in table_rows(path, json_key):
-                where = f"'{path}'"
+            for number, (text, share) in enumerate(table_rows(path, json_key), start=1):
+                where = f"'{path}', row {number}"
                 yield Document(_encodable(text, where, encoding_errors), int(share * file.nbytes))
             return
         suffix = Path(without_compression_suffix(path.name)).suffix.lower()
@@ -203,9 +203,10 @@ def _begins_with_object(path: Path, json_key: str | None) -> bool:
     return isinstance(value, dict) and (json_key is None or isinstance(value.get(json_key), str))
 
 
-def _encodable(text: str, where: str, encoding_errors: str) -> str:
+def _encodable(text: str | bytes, where: str, encoding_errors: str) -> str:
     """Check a text that came out of JSON or a table, which can have half of a surrogate pair."""
-    return _decoded(text.encode("utf-8", "surrogatepass"), where, encoding_errors)
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    return _decoded(data, where, encoding_errors)
 
 
 def docstring_documents(file: TextFile) -> Iterator[Document]:

@@ -99,6 +99,12 @@ def test_weights_that_are_not_positive_are_refused(weights: list[float]) -> None
         samples_per_dataset(weights, 4)
 
 
+def test_more_datasets_than_numbers_are_refused() -> None:
+    """They are counted in 16 bits."""
+    with pytest.raises(ConfigError, match="1 to 32767 positive weights"):
+        build_blending_indices([1.0] * 32768, 1)
+
+
 def test_a_negative_length_is_refused() -> None:
     """A blend of 0 samples is empty."""
     assert [len(index) for index in build_blending_indices([1, 1], 0)] == [0, 0]

@@ -129,7 +129,7 @@ def test_blends_are_dealt_alike_by_all(shares: list[int], limits: list[int]) -> 
         assert np.array_equal(one, other)
 
 
-def test_numba_is_not_imported_for_short_loops() -> None:
+def test_numba_is_not_imported_for_short_loops_or_where_it_is_switched_off() -> None:
     """A small corpus does not pay for a compiler."""
     with (
         mock.patch.dict(os.environ),
@@ -137,6 +137,11 @@ def test_numba_is_not_imported_for_short_loops() -> None:
     ):
         os.environ.pop("MEGAFSDP_NUMBA", None)
         interleave(np.array([1.0]), np.array([9]), 9)
+        with mock.patch.object(loops, "_NUM_STEPS_WORTH_COMPILING", 9):
+            with pytest.raises(AssertionError, match="asked for numba"):
+                interleave(np.array([1.0]), np.array([9]), 9)
+            os.environ["MEGAFSDP_NUMBA"] = "0"
+            interleave(np.array([1.0]), np.array([9]), 9)
 
 
 def test_missing_numba_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -167,3 +167,18 @@ def test_a_fingerprint_is_of_tokens_all_over_the_file(tmp_path: Path) -> None:
             tokens[0][changed] = 2
         found.append(write_dataset(tmp_path / f"{number}", tokens).fingerprint())
     assert found[0] == found[1] and len(set(found)) == 4
+
+
+def test_the_last_range_of_a_fingerprint_is_as_long_as_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the first four tokens and the last four."""
+    monkeypatch.setattr(indexed, "_NUM_RANGES", 2)
+    monkeypatch.setattr(indexed, "_RANGE_NUM_TOKENS", 4)
+    found = []
+    for changed in (None, 3, 4, 15, 16):
+        tokens = [1] * 20
+        if changed is not None:
+            tokens[changed] = 2
+        found.append(write_dataset(tmp_path / f"{changed}", [tokens]).fingerprint())
+    assert [fingerprint == found[0] for fingerprint in found] == [True, False, True, True, False]

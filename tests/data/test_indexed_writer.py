@@ -156,6 +156,66 @@ def test_merge_equals_writing_all_at_once(tmp_path: Path) -> None:
         assert merged == Path(f"{tmp_path / 'whole'}{suffix}").read_bytes()
 
 
+def test_an_open_document_ends_where_another_dataset_follows(tmp_path: Path) -> None:
+    """Else its first document would go on with the open one."""
+    dataset = write_dataset(tmp_path / "a", [[3], [4]])
+    with IndexedDatasetWriter(tmp_path / "set") as writer:
+        writer.add_sequence([1])
+        writer.add_sequence([2])
+        writer.append(dataset)
+        writer.add_sequence([5])
+    assert read_with_struct(tmp_path / "set") == ([[1], [2], [3], [4], [5]], [0, 2, 3, 4, 5])
+
+
+def test_sequences_with_modes_are_not_appended(tmp_path: Path) -> None:
+    """The writer keeps none, and images would become text."""
+    write_dataset(tmp_path / "a", [[1], [2]])
+    with Path(f"{tmp_path / 'a'}.idx").open("ab") as index:
+        index.write(bytes([0, 1]))
+    with pytest.raises(DataError, match="tokens without modes, got uint16 with modes"):
+        merge([tmp_path / "a"], tmp_path / "merged")
+
+
+def test_any_order_of_bytes_may_be_asked_for(tmp_path: Path) -> None:
+    """Files are little-endian."""
+    dataset = write_dataset(tmp_path / "set", [[1, 258]], ">u2")
+    assert dataset[0].tolist() == [1, 258]
+    assert Path(f"{tmp_path / 'set'}.bin").read_bytes() == bytes([1, 0, 2, 1])
+
+
+def test_processes_that_write_one_pair_do_not_mix_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last to finish is found, whole."""
+    writers = []
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        writers.append(IndexedDatasetWriter(tmp_path / "set"))
+    for number, writer in enumerate(writers):
+        writer.add_document([number] * 3)
+    for number, writer in reversed(list(enumerate(writers))):
+        writer.close()
+        assert IndexedDataset(tmp_path / "set")[0].tolist() == [number] * 3
+    assert _listing(tmp_path) == ["set.bin", "set.idx"]
+
+
+def test_both_files_are_on_the_disk_before_they_are_found(tmp_path: Path) -> None:
+    """Otherwise a power failure could leave their names without their content."""
+    flushed: list[int] = []
+    rename = os.replace
+
+    def noting(source: str, target: str) -> None:
+        assert os.stat(source).st_ino in flushed
+        rename(source, target)
+
+    with (
+        mock.patch.object(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_ino)),
+        mock.patch.object(os, "replace", noting),
+    ):
+        write_dataset(tmp_path / "set", [[1]])
+    assert len(flushed) == 2
+
+
 def test_merge_into_one_of_its_inputs(tmp_path: Path) -> None:
     """The output may replace an input, because it is renamed at the end."""
     write_dataset(tmp_path / "a", [[1]])

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import lzma
+import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_second_preparation_changes_nothing(
     assert prepare(replace(options, force=True)) == first
 
 
-@pytest.mark.parametrize("change", ["seed", "text", "data", "pair", "meta"])
+@pytest.mark.parametrize("change", ["seed", "text", "time", "data", "pair", "meta", "version"])
 def test_changed_inputs_or_results_are_prepared_again(options: PrepOptions, change: str) -> None:
     """Another option, an edited text, a damaged or other token file or a lost record start over."""
     first = prepare(options)
@@ -106,6 +107,11 @@ def test_changed_inputs_or_results_are_prepared_again(options: PrepOptions, chan
         options = replace(options, seed=9)
     elif change == "text":
         Path(options.inputs[0], "0", "00.txt").write_text("Another text.\n")
+    elif change == "time":
+        os.utime(Path(options.inputs[0], "0", "00.txt"), ns=(1, 1))
+    elif change == "version":
+        path = Path(options.output, "meta.json")
+        path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
     elif change == "data":
         path = Path(options.output, "validation.bin")
         path.write_bytes(path.read_bytes()[:-2])
@@ -117,7 +123,7 @@ def test_changed_inputs_or_results_are_prepared_again(options: PrepOptions, chan
         Path(options.output, "meta.json").write_text('{"version": 1}')
     again = prepare(options)
     assert again.is_fresh
-    assert (again.content_sha256 == first.content_sha256) == (change in ("data", "pair", "meta"))
+    assert (again.content_sha256 == first.content_sha256) == (change not in ("seed", "text"))
     assert IndexedDataset(Path(options.output, "validation")).num_tokens == again.validation.tokens
 
 
@@ -196,6 +202,31 @@ def test_what_a_killed_preparation_left_is_removed(options: PrepOptions) -> None
         (output / name).touch()
     prepare(options)
     assert sorted(path.name for path in output.glob("*.tmp*")) == others
+
+
+def test_without_a_lock_nothing_of_another_job_is_removed(options: PrepOptions) -> None:
+    """It may be running."""
+    output = Path(options.output)
+    output.mkdir()
+    (output / "train.123.tmp.bin").touch()
+    no_locks = OSError(errno.ENOLCK, "no locks here")
+    with mock.patch("megafsdp.data.output_files.lock_descriptor", side_effect=no_locks):
+        assert prepare(options).is_fresh
+    assert (output / "train.123.tmp.bin").exists()
+
+
+def test_the_hash_of_the_content_is_of_the_splits_too(options: PrepOptions) -> None:
+    """The same documents in the same order, held out otherwise."""
+    first = prepare(options)
+    assert prepare(replace(options, validation_every=9)).content_sha256 != first.content_sha256
+
+
+def test_text_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
+    """There is nothing to train on."""
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "all"}\n')
+    options = PrepOptions(output=str(tmp_path / "out"), inputs=(str(tmp_path / "a.jsonl"),))
+    with pytest.raises(DataError, match="text to train on, got none"):
+        prepare(replace(options, validation_every=2))
 
 
 def test_json_lines_keep_their_order(tmp_path: Path) -> None:

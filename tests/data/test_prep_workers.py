@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megafsdp.data import ByteTokenizer, PrepOptions, prepare
+from megafsdp.data import ByteTokenizer, PrepOptions, prep_workers, prepare
 from megafsdp.data.prep_workers import tokenize
 from megafsdp.errors import ConfigError, DataError
 
@@ -105,6 +105,31 @@ def test_a_worker_that_is_killed_ends_in_one_error(
     assert message.endswith("use fewer workers.")
     assert multiprocessing.active_children() == []
     assert prepare(options) == replace(first, is_fresh=False)
+
+
+def test_workers_leave_an_interrupt_to_the_process_that_reads() -> None:
+    """A terminal interrupts all; the reader decides what that means."""
+    texts = ["x" * 300_000] * 6
+    pairs = tokenize(texts, ByteTokenizer(), "byte", num_workers=2)
+    found = [next(pairs)]
+    for worker in multiprocessing.active_children():
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)
+    found += pairs
+    assert [text for text, _ in found] == texts
+
+
+def test_an_error_of_a_tokenizer_is_the_error() -> None:
+    """By its own type, as in one process."""
+    for num_workers in (1, 2):
+        with pytest.raises(UnicodeEncodeError):
+            list(tokenize(["a", "\ud800"], ByteTokenizer(), "byte", num_workers=num_workers))
+
+
+def test_many_empty_texts_are_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a corpus of them would be read at once."""
+    monkeypatch.setattr(prep_workers, "_BATCH_LENGTH", 4)
+    assert list(prep_workers._batches([""] * 6 + ["abc"])) == [[""] * 4, [""] * 2 + ["abc"]]
 
 
 def test_an_error_of_a_file_is_the_error(options: PrepOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,22 @@ def test_rows_without_text_are_refused(tmp_path: Path, column: list[object], mes
         list(table_rows(path, "text"))
 
 
+def test_rows_that_are_not_utf8_are_refused_or_replaced(tmp_path: Path) -> None:
+    """As in text files: some writers store bytes of other encodings as strings."""
+    data = pyarrow.array([b"ok", b"caf\xe9!"], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, data.buffers())
+    _parquet(tmp_path / "A.PARQUET", text=column)
+    (file,) = find_files([str(tmp_path / "A.PARQUET")], ())
+    message = r"UTF-8 text, got byte 0xe9 at offset 3.*A\.PARQUET', row 2.*encoding_errors"
+    with pytest.raises(DataError, match=message):
+        list(file_documents("text", "strict")(file))
+    replaced = [document.text for document in file_documents("text", "replace")(file)]
+    assert replaced == ["ok", "caf\ufffd!"]
+    _parquet(tmp_path / "b.parquet", text=data)
+    with pytest.raises(DataError, match="text in column 'text', got b'ok'"):
+        list(table_rows(tmp_path / "b.parquet", "text"))
+
+
 def test_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """The message lists those that are."""
     path = _parquet(tmp_path / "a.parquet", body=["a"], url=["b"])
@@ -95,7 +112,14 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "saved")
     (file,) = find_files([str(folder)], (".txt",))
     assert (file.path, file.nbytes) == (folder, 6)
+    # Any file that is newer is another dataset.
+    for number, path in enumerate(sorted(folder.iterdir())):
+        os.utime(path, ns=(10**18, 10**18 + number))
+    (file,) = find_files([str(folder)], (".txt",))
+    assert file.mtime_ns == 10**18 + 2
     (tmp_path / "plain").mkdir()
+    assert not is_dataset_folder(tmp_path / "plain")
+    (tmp_path / "plain/state.json").write_text("{}")
     assert not is_dataset_folder(tmp_path / "plain")
 
 

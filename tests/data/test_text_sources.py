@@ -72,6 +72,12 @@ def test_a_pattern_takes_the_folders_that_it_matches(tmp_path: Path) -> None:
     assert find_files(given, (".txt",)) == found
 
 
+def test_a_file_with_the_name_of_a_pattern_is_taken_as_it_is(tmp_path: Path) -> None:
+    """A pattern would not lead to it."""
+    file = _file(tmp_path / "part[1].txt", "one")
+    assert _read(file) == ["one"]
+
+
 @pytest.mark.parametrize("entry", ["absent.txt", "*.nothing", "."])
 def test_input_without_files_is_refused(tmp_path: Path, entry: str) -> None:
     """A misspelt input is not an empty corpus."""
@@ -113,6 +119,7 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
         ('{"text": 5}', r"under the key 'text', got 5.*line 2.*Take out the rows without text"),
         ('{"text": null}', r"under the key 'text', got null.*or set json_key"),
         ("[1]", r"got the keys none"),
+        ('\ufeff{"text": "x"}', r"broken JSON.*line 2"),
         ('{"text": "\\ud800"}', r"UTF-8 text, got byte 0xed"),
     ],
 )
@@ -126,8 +133,9 @@ def test_broken_json_line_is_named(tmp_path: Path, line: str, message: str) -> N
 
 def test_json_lines_are_known_by_any_case_of_the_ending(tmp_path: Path) -> None:
     """Else a model would learn the JSON."""
-    file = _file(tmp_path / "A.JSONL", '{"text": "one"}\n{"text": "two"}\n')
-    assert _read(file) == ["one", "two"]
+    lines = '{"text": "one"}\n{"text": "two"}\n'
+    assert _read(_file(tmp_path / "A.JSONL", lines)) == ["one", "two"]
+    assert _read(_file(tmp_path / "B.JSONL.GZ", gzip.compress(lines.encode()))) == ["one", "two"]
 
 
 def test_json_files_are_json_lines(tmp_path: Path) -> None:

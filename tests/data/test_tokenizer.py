@@ -159,6 +159,33 @@ def test_end_of_document_is_the_one_of_the_configuration(
     assert load_tokenizer(str(path), eod="<|endoftext|>").eod == 0
 
 
+def test_end_of_document_is_looked_for_in_both_files(tmp_path: Path) -> None:
+    """One of them may leave it open."""
+    path = _train(tmp_path / "tokenizer.json", eod="</fin>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</fin>"}')
+    assert load_tokenizer(str(path)).eod == 0
+
+
+def test_vocabulary_reaches_to_the_largest_token(tmp_path: Path) -> None:
+    """Files may leave numbers out."""
+    model = tokenizers.models.WordLevel({"</s>": 0, "?": 100}, unk_token="?")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).vocab_size == 128
+
+
+def test_bytes_of_added_words_are_those_of_their_text(
+    tmp_path: Path, json_tokenizer: JsonTokenizer
+) -> None:
+    """They are written as they are, not a character for each byte."""
+    stored = tokenizers.Tokenizer.from_file(json_tokenizer.path)
+    stored.add_tokens(["äöü"])
+    stored.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokens = tokenizer.encode("äöü")
+    assert len(tokens) == 1 and tokenizer.num_bytes(tokens) == 6
+
+
 def test_configuration_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """A token that is not in the vocabulary, or a file that is not JSON."""
     path = _train(tmp_path / "tokenizer.json")
