@@ -7,6 +7,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ from megafsdp.training.step.train_step import StepResult
 from tests.training.runs import MIXTURE, tiny
 
 CPU = torch.device("cpu")
+
+
+def _report(folder: Path, state: RunState | None = None) -> Report:
+    """Return the report of a run on one rank."""
+    meter = Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=1)
+    state = RunState() if state is None else state
+    return Report(tiny(folder), World(0, 1, 0, 1, CPU), meter=meter, state=state)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +75,12 @@ def test_last_line_names_the_command_for_these_machines(
             {},
             {"tp": 2},
             "99,000 parameters on 8 cpu rank(s) (4 x 2 tensor-parallel), optim",
+        ),
+        (
+            {},
+            {"cp": 2, "tp": 2},
+            "99,000 parameters on 8 cpu rank(s) (2 x 2 context-parallel x 2 tensor-parallel),"
+            " optim",
         ),
         (
             MIXTURE,
@@ -148,12 +162,7 @@ def test_what_a_terminal_is_shown_fits_it_and_does_not_command_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line of a step is as wide as the terminal and coloured; a sample is spelt out."""
-    report = Report(
-        tiny(tmp_path),
-        World(0, 1, 0, 1, CPU),
-        meter=Meter(CPU, tokens_per_step=1, flops_per_token=1, num_devices=1),
-        state=RunState(),
-    )
+    report = _report(tmp_path)
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -167,3 +176,47 @@ def test_what_a_terminal_is_shown_fits_it_and_does_not_command_it(
         assert "ms/step" in line
         assert sample == ["---- sample ----", "a\\x1b[2J", "b", "----------------"]
     report.close()
+
+
+def test_lines_that_cannot_be_printed_are_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A closed stream does not end the run."""
+    report = _report(tmp_path)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    for number in range(3):
+        report.print_line(f"line {number}")
+    report.close()
+    (record,) = caplog.records
+    assert "lines are lost: ValueError" in record.getMessage()
+
+
+def test_the_rest_of_the_run_is_told_by_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The meter says how long the steps will take that are left."""
+    left: list[int] = []
+    read = Meter.read
+
+    def noting(meter: Meter, steps_left: int) -> Any:
+        left.append(steps_left)
+        return read(meter, steps_left)
+
+    monkeypatch.setattr(Meter, "read", noting)
+    report = _report(tmp_path)
+    report.log_step(Position(2, 6, 12, 12, 0), StepResult(2.5, 1.0, False, ()), 1e-2)
+    report.close()
+    assert left == [4]
+
+
+def test_a_run_of_wandb_is_known_by_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints keep it, so that a resumed run goes on in the same one."""
+    trackers = SimpleNamespace(wandb_id="abc", elapsed_s=0.0, close=lambda: None)
+    monkeypatch.setattr("megafsdp.training.report.Trackers", lambda *unused, **rest: trackers)
+    state = RunState()
+    _report(tmp_path, state).close()
+    assert state.wandb_id == "abc"

@@ -32,6 +32,11 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     """In its folder, also when that has moved, or where the run has set them apart."""
     run = _run(tmp_path)
     assert checkpoints_of(run) == run / "checkpoints"
+    written = (run / "config.yaml").read_text()
+    for text in ("run: {}", "checkpoint:"):
+        (run / "config.yaml").write_text(text)
+        assert checkpoints_of(run) == run / "checkpoints", "a file of a user's hand"
+    (run / "config.yaml").write_text(written)
     moved = tmp_path / "moved"
     shutil.move(run, moved)
     assert checkpoints_of(moved) == moved / "checkpoints"
@@ -109,11 +114,14 @@ def test_nothing_is_published_in_the_folder_of_a_run(
     assert sorted(run.rglob("*")) == before
 
 
-def test_a_run_may_have_its_checkpoints_in_its_own_folder(tmp_path: Path) -> None:
+def test_a_run_may_have_its_checkpoints_in_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then this is a save root, as are a new folder, another one and a store's."""
     inside = tmp_path / "run"
     run = _run(tmp_path, checkpoint={"directory": str(inside)})
-    for root in (run, tmp_path / "new", _run(tmp_path / "other") / "checkpoints"):
+    monkeypatch.chdir(tmp_path)
+    for root in (run, Path("run"), tmp_path / "new", _run(tmp_path / "other") / "checkpoints"):
         assert root_to_publish_in(root) == root
     assert str(root_to_publish_in("memory://run")) == "memory://run"
 
@@ -158,15 +166,14 @@ def test_the_folder_of_one_checkpoint_is_no_folder_for_a_run(tmp_path: Path) -> 
 
 def test_a_checkpoint_says_the_model_of_its_run(tmp_path: Path) -> None:
     """And dtypes and data; what this version has no longer is left out."""
-    config = tiny(tmp_path, model=HYBRID, precision={"param_dtype": "bf16"})
+    precision = {"param_dtype": "bf16", "main_params_dtype": "bf16"}
+    optimizer = {"store_param_remainders": True}
+    config = tiny(tmp_path, model=HYBRID, precision=precision, optimizer=optimizer)
     values = config.to_dict()
     values["model"]["of_another_version"] = 3
     found = config_in({"config": values, "run": {}})
     assert found is not None
-    assert (found.model, found.precision, found.data) == (
-        config.model,
-        config.precision,
-        config.data,
-    )
+    for section in ("model", "precision", "optimizer", "data"):
+        assert getattr(found, section) == getattr(config, section)
     for extra in ({}, None, {"config": {}}, {"config": None}):
         assert config_in(extra) is None
