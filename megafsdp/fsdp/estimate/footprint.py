@@ -188,7 +188,7 @@ def owned_numels(layout: FlatLayout) -> list[int]:
     return owned
 
 
-def most_on_a_rank(by_shard: Mapping[int, Sequence[int]], num_pieces: int) -> int:
+def most_on_a_rank(by_shard: Mapping[int, Sequence[int]], units: Sequence[PlannedUnit]) -> int:
     """Return the largest sum of numbers that one rank has.
 
     Experts may have another number of shards than other groups. Each rank has one shard of both,
@@ -196,8 +196,9 @@ def most_on_a_rank(by_shard: Mapping[int, Sequence[int]], num_pieces: int) -> in
 
     Args:
         by_shard: A number for each shard, by how many shards there are.
-        num_pieces: How many ranks of the outer axis divide a shard of the inner one.
+        units: What is divided.
     """
+    num_pieces = max((group.num_pieces for unit in units for group in unit.groups), default=1)
     inner = {n: max(1, n // num_pieces) for n in by_shard}
     # Neighbours in one division are neighbours in all, and the outer rank varies fastest.
     num_places = math.lcm(*inner.values())
@@ -214,15 +215,13 @@ def _most_owned_nbytes(units: Sequence[PlannedUnit]) -> int:
     """Return the main weights' bytes, without gaps, on the rank that owns the most of them."""
     by_layout: Counter[tuple[int, int]] = Counter()
     layouts = {}
-    num_pieces = 1
     for group in (g for unit in units for g in unit.groups if g.is_trainable):
         by_layout[id(group.layout), group.dtypes.main.itemsize] += 1
         layouts[id(group.layout)] = group.layout
-        num_pieces = max(num_pieces, group.num_pieces)
     owned = {1: [0]}
     for (which, itemsize), count in by_layout.items():
         num_shards = layouts[which].num_shards
         of_shards = owned.setdefault(num_shards, [0] * num_shards)
         for shard, numel in enumerate(owned_numels(layouts[which])):
             of_shards[shard] += count * itemsize * numel
-    return most_on_a_rank(owned, num_pieces)
+    return most_on_a_rank(owned, units)

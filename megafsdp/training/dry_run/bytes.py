@@ -17,7 +17,6 @@ from torch import nn
 
 from megafsdp.buffer.layout import TensorSpec, row_numel_of
 from megafsdp.device.host_memory import aligned_nbytes
-from megafsdp.errors import expected
 from megafsdp.fsdp.estimate.footprint import most_on_a_rank
 from megafsdp.fsdp.estimate.meta_engine import PlannedGroup, PlannedUnit
 from megafsdp.optimizer.offload.placement import first_offloaded
@@ -82,19 +81,7 @@ def groups_to_offload(
         units: What the model is divided into, the root first.
         order: Place of each parameter in the optimizer.
         fraction: The part of a rank's elements to offload.
-
-    Raises:
-        NotImplementedError: There are quantized weights, which an optimizer refuses to offload.
     """
-    if any(group.recipe is not None for unit in units for group in unit.groups):
-        raise NotImplementedError(
-            expected(
-                "no offload_fraction over quantized weights, whose codes the device makes",
-                f"optimizer.offload_fraction {fraction:g}",
-                where="a dry run",
-                hint="Leave out the fraction, or precision.recipe",
-            )
-        )
     places: dict[tuple[int, int], int] = {}
     for number, unit in enumerate(units):
         prefix = "" if number == 0 else f"{unit.name}."
@@ -103,11 +90,9 @@ def groups_to_offload(
                 names = [prefix + slot.spec.name for slot in group.layout.slots]
                 places[number, index] = min(order[name] for name in names if name in order)
     ordered = sorted(places, key=places.__getitem__)
-    planned = {key: units[key[0]].groups[key[1]] for key in ordered}
-    movable = [key for key, group in planned.items() if group.dtypes.main == torch.float32]
-    numels = [planned[key].layout.shard_numel for key in movable]
-    others = sum(group.layout.shard_numel for group in planned.values()) - sum(numels)
-    return movable[first_offloaded(numels, others, fraction) :]
+    numels = [units[number].groups[index].layout.shard_numel for number, index in ordered]
+    # All can be moved: a configuration offloads fp32 main weights alone, and no quantized ones.
+    return ordered[first_offloaded(numels, 0, fraction) :]
 
 
 def host_footprint(
@@ -155,7 +140,7 @@ def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: 
         section: The optimizer.
         muon: Muon's options.
     """
-    by_shard, num_pieces = {1: [0]}, 1
+    by_shard = {1: [0]}
     counted: dict[tuple[object, ...], list[int]] = {}
     for unit in units:
         prefix = "" if unit is units[0] else f"{unit.name}."
@@ -171,8 +156,7 @@ def state_nbytes(units: Sequence[PlannedUnit], section: OptimizerSection, muon: 
                 counted[key] = _nbytes_by_shard(group, section, by_muon)
             total = by_shard.setdefault(layout.num_shards, [0] * layout.num_shards)
             by_shard[layout.num_shards] = [a + b for a, b in zip(total, counted[key], strict=True)]
-            num_pieces = max(num_pieces, group.num_pieces)
-    return most_on_a_rank(by_shard, num_pieces)
+    return most_on_a_rank(by_shard, units)
 
 
 def _nbytes_by_shard(

@@ -25,7 +25,6 @@ from megafsdp.models.config import ModelConfig
 from megafsdp.models.flops import num_idle_parameters
 from megafsdp.optimizer.states.formats import PLAIN_DTYPES
 from megafsdp.parallel import parallelize
-from megafsdp.training.config.optimizer_sections import OptimizerSection
 from megafsdp.training.config.sections import Config
 from megafsdp.training.config.validate import validate_given, validate_schedule
 from megafsdp.training.dry_run.bytes import (
@@ -395,7 +394,7 @@ def dry_run(config: Config, world_size: int | None = None) -> DryRunReport:
         step = StepPlan(
             num_microbatches=num_microbatches,
             state_nbytes=state_nbytes(units, config.optimizer, config.muon),
-            casts_from=_cast_by_step(config.optimizer),
+            casts_from=_cast_by_step(config),
             loop_all_reduces=_loop_all_reduces(config, model_config, num_microbatches),
         )
         footprint = footprint_of(engine, step)
@@ -424,11 +423,17 @@ def _world_size(config: Config) -> int:
     return launch_number("WORLD_SIZE", others)
 
 
-def _cast_by_step(section: OptimizerSection) -> torch.dtype | None:
+def _cast_by_step(config: Config) -> torch.dtype | None:
     """Return the dtype of main weights in flat buffers if the step casts them, else None."""
-    if not section.is_fused_adam or not set(section.state_dtypes) <= set(PLAIN_DTYPES):
+    section = config.optimizer
+    # Beside its remainder a bf16 weight is the cast.
+    if not section.is_fused_adam or section.store_param_remainders:
         return None
-    return torch.bfloat16 if section.store_param_remainders else torch.float32
+    # A step that a GPU may skip writes no casts; one whose part the host steps is not skipped so.
+    is_skipped_on_device = uses_cuda(config.run.device) and not section.offload_fraction
+    if is_skipped_on_device or not set(section.state_dtypes) <= set(PLAIN_DTYPES):
+        return None
+    return torch.float32
 
 
 def _loop_all_reduces(config: Config, model: ModelConfig, num_microbatches: int) -> tuple[int, ...]:

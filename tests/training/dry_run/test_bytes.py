@@ -13,11 +13,14 @@ import torch
 
 from megafsdp.device import host_threads
 from megafsdp.device.memory import Category
+from megafsdp.fsdp.estimate.meta_engine import PlannedUnit
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.optimizer.offload import hybrid
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.training import Config
 from megafsdp.training.cli.main import main
+from megafsdp.training.config.optimizer_sections import OptimizerSection
+from megafsdp.training.dry_run.bytes import groups_to_offload, state_nbytes
 from megafsdp.training.dry_run.dry_run import DryRunReport, dry_run
 from tests.device.stand_in_cudart import stand_in
 from tests.ranks import Ranks
@@ -216,6 +219,30 @@ def test_groups_are_chosen_in_the_order_of_the_optimizer(ranks: Ranks, tmp_path:
     on_host = [u for u in dry_run(config, 2).units if any(g.is_offloaded for g in u.groups)]
     assert [(unit.name, unit.count) for unit in on_host] == [("decoder.layers.0", 1)]
     assert ranks(2).run(_names_on_host, config) == [{"decoder.layers.0"}] * 2
+
+
+def test_frozen_groups_have_no_place_and_no_states(tmp_path: Path) -> None:
+    """No optimizer has them."""
+    config = _config(tmp_path)
+    units = [PlannedUnit(unit.name, unit.groups) for unit in dry_run(config, 2).units]
+    frozen = [
+        PlannedUnit(unit.name, tuple(replace(g, is_trainable=False) for g in unit.groups))
+        for unit in units
+    ]
+    assert groups_to_offload(frozen, {}, 1.0) == []
+    device = OptimizerSection()
+    assert (
+        state_nbytes(frozen, device, config.muon)
+        == 0
+        < state_nbytes(
+            [
+                PlannedUnit(u.name, tuple(replace(g, is_offloaded=False) for g in u.groups))
+                for u in units
+            ],
+            device,
+            config.muon,
+        )
+    )
 
 
 def test_auto_is_counted_as_all(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megafsdp.training.cli.main import main
 from megafsdp.training.dry_run.dry_run import DryRunOptions, dry_run, split_options
 from megafsdp.training.step.train_step import StepResult
 from tests.ranks import Ranks
-from tests.training.runs import MIXTURE, tiny, write_corpus
+from tests.training.runs import MIXTURE, numbers_read_late, tiny, write_corpus
 from tests.training.step.steps import train_configured
 
 WSD = ["--dry-run", "8", "--train.global_batch_size=8", "--schedule.kind=wsd"]
@@ -42,7 +42,8 @@ def _train_steps(config: Config) -> tuple[ByteLedger, CollectiveRecord, int]:
     dtypes = {"exp_avg": section.exp_avg_dtype, "exp_avg_sq": section.exp_avg_sq_dtype}
     flat = {"param_remainder"} | {n for n, dtype in dtypes.items() if dtype in ("fp32", "bf16")}
     states = [item for state in optimizer.state.values() for item in state.items()]
-    is_ours = section.is_fused_adam
+    takes_main = "bf16" if section.store_param_remainders else "fp32"
+    is_ours = section.is_fused_adam and config.precision.main_params_dtype == takes_main
     own = [t for n, t in states if t is not None and t.ndim and not (is_ours and n in flat)]
     state_nbytes = sum(map(_nbytes_with_scales, own))
     return copy.deepcopy(ledger), record, state_nbytes
@@ -112,6 +113,66 @@ def test_figures_are_those_of_real_steps(
             assert sum(item.calls for item in items) == record.calls[kind], kind
             assert sum(item.nbytes for item in items) == record.nbytes[kind], kind
     assert states == max(state_nbytes for *_, state_nbytes in measured) > 0
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"reshard_after_forward": False}},
+        # What gathers once a step reads is cast by the step itself, but not with scaled moments.
+        {
+            "parallel": {"strategy": "optim"},
+            "precision": {"param_dtype": "bf16"},
+            "optimizer": {"exp_avg_dtype": "fp8"},
+        },
+        {
+            "parallel": {"strategy": "optim"},
+            "precision": {"main_params_dtype": "bf16"},
+            "optimizer": {"store_param_remainders": True},
+        },
+    ],
+    ids=["kept", "scaled", "remainders"],
+)
+def test_memory_follows_choices_of_sharding_and_optimizer(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, dict[str, Any]]
+) -> None:
+    """Bytes between two steps and at their peak, and gathers, of real steps on two ranks."""
+    config = tiny(tmp_path, **sections)
+    footprint = dry_run(config, 2).footprint
+    for ledger, record, _ in ranks(2).run(_train_steps, config):
+        for category in Category:
+            if category is not Category.OPTIMIZER_STATE:
+                assert footprint.peak[category] == ledger.peak[category], category
+                assert footprint.resting[category] == ledger.live[category], category
+        gathered = footprint.traffic[DP_SHARD, "all_gather"]
+        assert gathered.calls == record.calls["all_gather"]
+
+
+def _cast_nbytes(config: Config, is_late: bool) -> int:
+    """Return the bytes of compute weights between steps, which may be skipped as on a GPU."""
+    with numbers_read_late(is_late):
+        model, _, _ = train_configured(config)
+    return model._fsdp_unit().ledger.live[Category.COMPUTE_WEIGHT]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_steps_that_a_gpu_may_skip_leave_no_casts(
+    ranks: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    """The next gather makes them; a step of which the host has a part is not skipped so."""
+    nbytes = []
+    for device in ("cpu", "cuda"):
+        sections = {"parallel": {"strategy": strategy}, "precision": {"param_dtype": "bf16"}}
+        config = tiny(tmp_path, **sections, run={"device": device})
+        nbytes.append(dry_run(config, 2).footprint.resting[Category.COMPUTE_WEIGHT])
+        assert ranks(2).run(_cast_nbytes, config, device == "cuda") == [nbytes[-1]] * 2
+    assert (nbytes[0] > nbytes[1]) == (strategy == "optim")
+    said = []
+    for device in ("cpu", "cuda"):
+        sections |= {"optimizer": {"offload_fraction": 0.5}}
+        footprint = dry_run(tiny(tmp_path, **sections, run={"device": device}), 2).footprint
+        said.append(footprint.resting[Category.COMPUTE_WEIGHT])
+    assert said[0] == said[1]
 
 
 def _step_of_model_axes(config: Config) -> tuple[ByteLedger, Counter[str], Counter[str], int]:
@@ -230,7 +291,7 @@ def test_states_in_flat_buffers_are_the_ledgers(
     assert footprint.resting[Category.OPTIMIZER_STATE] > 0
 
 
-OTHER_STATES: dict[str, dict[str, dict[str, str]]] = {
+OTHER_STATES: dict[str, dict[str, dict[str, Any]]] = {
     "scaled": {"optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}},
     "one scaled": {"optimizer": {"exp_avg_dtype": "fp8"}},
     "muon": {"optimizer": {"kind": "muon"}},
@@ -238,7 +299,13 @@ OTHER_STATES: dict[str, dict[str, dict[str, str]]] = {
         "precision": {"main_params_dtype": "bf16"},
         "optimizer": {"kind": "muon"},
     },
+    "muon of one layer": {
+        "optimizer": {"kind": "muon"},
+        "muon": {"adamw": ["*embedding*", "*layers.1.*"]},
+    },
     "torch's adam": {"optimizer": {"kind": "adam", "implementation": "loop"}},
+    "adam one by one": {"precision": {"main_params_dtype": "bf16"}},
+    "sgd in bf16": {"precision": {"main_params_dtype": "bf16"}, "optimizer": {"kind": "sgd"}},
 }
 
 
@@ -249,7 +316,10 @@ OTHER_STATES: dict[str, dict[str, dict[str, str]]] = {
         ("one scaled", "no_shard"),
         ("muon", "no_shard"),
         ("muon in bf16", "optim_grads_params"),
+        ("muon of one layer", "optim_grads_params"),
         ("torch's adam", "optim_grads_params"),
+        ("adam one by one", "optim_grads_params"),
+        ("sgd in bf16", "no_shard"),
         pytest.param("scaled", "no_shard", marks=MATRIX),
         pytest.param("one scaled", "optim_grads_params", marks=MATRIX),
         pytest.param("muon", "optim_grads_params", marks=MATRIX),
@@ -510,6 +580,19 @@ def test_experts_of_eighty_billion_parameters_on_1024_ranks(
     assert "all_gather over edp" in printed
 
 
+def test_padding_is_that_of_all_ranks_that_share_experts(tmp_path: Path) -> None:
+    """What all ranks store is the model and the padding, of each rank's experts too."""
+    model = MIXTURE | {"hidden_size": 34, "moe_ffn_hidden_size": 18}
+    report = dry_run(tiny(tmp_path, model=model, parallel={"ep": 2}), 4)
+    groups = [group for unit in report.units for group in unit.groups * unit.count]
+    assert any(group.is_expert and group.layout.padding_numel for group in groups)
+    stored = sum(
+        (2 if group.is_expert else 1) * group.layout.num_shards * group.layout.shard_numel
+        for group in groups
+    )
+    assert stored == report.num_parameters + report.padding_numel
+
+
 # Memory that a rank has for weights that are quantized alone.
 OF_RECIPES = (Category.COMPUTE_WEIGHT, Category.SCALES)
 
@@ -533,6 +616,23 @@ def test_table_names_units_memory_and_collectives(capsys: pytest.CaptureFixture[
         assert category.value not in printed, "casts need no memory of their own"
 
 
+@pytest.mark.parametrize(
+    ("sections", "num_ranks", "left_out"),
+    [
+        ({}, 2, "activations and buffers of the backend"),
+        ({"parallel": {"cp": 2}}, 2, ", collectives of layers that ranks share out and"),
+        ({"model": MIXTURE, "parallel": {"ep": 2}}, 2, ", collectives of layers that ranks"),
+        ({"optimizer": {"kind": "muon"}}, 2, "activations, Muon's all-to-alls and buffers"),
+    ],
+)
+def test_last_line_says_what_is_left_out(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], num_ranks: int, left_out: str
+) -> None:
+    """Whoever adds up the table knows what to add."""
+    last = dry_run(tiny(tmp_path, **sections), num_ranks).describe().splitlines()[-1]
+    assert left_out in last and last.endswith("not counted")
+
+
 def test_table_counts_codes_scales_and_their_maxima(capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe adds rows of its own to the table, and says what it leaves as it is."""
     words = [*EIGHT_BILLION, "--model.num_layers=2", "--dry-run=1024", "--precision.recipe=mxfp8"]
@@ -552,6 +652,28 @@ def test_main_weights_cut_over_both_axes(tmp_path: Path) -> None:
         dry_run(tiny(tmp_path, parallel={**outer, "dp_outer": 1}), 4)
     with pytest.raises(ConfigError, match="optim_grads_params for optim, got optim"):
         dry_run(tiny(tmp_path, parallel={**outer, "strategy": "optim"}), 4)
+
+
+def test_gradients_are_reduced_as_the_device_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the dtype of the sum on CUDA, in their own on a CPU; auto looks for a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    nbytes = {}
+    for device in ("cpu", "auto", "cuda"):
+        config = tiny(tmp_path, precision={"param_dtype": "bf16"}, run={"device": device})
+        nbytes[device] = dry_run(config, 2).footprint.traffic[DP_SHARD, "reduce_scatter"].nbytes
+    assert nbytes["auto"] == nbytes["cuda"] == 2 * nbytes["cpu"]
+
+
+def test_what_only_a_run_can_refuse_is_not_refused(tmp_path: Path) -> None:
+    """The schedule may be a checkpoint's; parameters on the host are a run's alone."""
+    schedule = {"kind": "wsd", "decay_samples": 1000, "from_checkpoint": True}
+    assert dry_run(tiny(tmp_path, schedule=schedule), 2).num_ranks == 2
+    with pytest.raises(
+        NotImplementedError, match=r"parameters on the device, got parallel\.offload"
+    ):
+        dry_run(tiny(tmp_path, parallel={"offload_parameters": True}), 2)
 
 
 def test_number_of_ranks_comes_from_the_degrees_or_the_environment(
@@ -607,6 +729,7 @@ def test_optimizer_state_is_that_of_the_optimizer(tmp_path: Path) -> None:
         (["--dry-run", "--a.b", "1"], (DryRunOptions(None, False), ["--a.b", "1"])),
         (["--a.b", "1", "--json", "--dry-run"], (DryRunOptions(None, True), ["--a.b", "1"])),
         (["--dry-run", "4", "--dry-run=8"], (DryRunOptions(8, False), [])),
+        (["--dry-run=8", "4"], (DryRunOptions(8, False), ["4"])),
     ],
 )
 def test_options_are_taken_out_of_the_command_line(words: list[str], expected: object) -> None:
