@@ -30,6 +30,7 @@ from megafsdp.data import (
     prepare,
 )
 from megafsdp.data import prep as prep_module
+from megafsdp.data.prep import recorded_tokenizer
 from megafsdp.errors import ConfigError, DataError
 
 
@@ -213,6 +214,17 @@ def test_without_a_lock_nothing_of_another_job_is_removed(options: PrepOptions) 
     with mock.patch("megafsdp.data.output_files.lock_descriptor", side_effect=no_locks):
         assert prepare(options).is_fresh
     assert (output / "train.123.tmp.bin").exists()
+
+
+def test_the_tokenizer_of_prepared_files_is_recorded(options: PrepOptions) -> None:
+    """Of these files, not of others in their folder, and not without a record."""
+    prepare(options)
+    output = Path(options.output)
+    for name in ("train", "validation"):
+        assert recorded_tokenizer(str(output / name)) == ("byte", 320)
+    assert recorded_tokenizer(str(output / "other")) is None
+    (output / "meta.json").unlink()
+    assert recorded_tokenizer(str(output / "train")) is None
 
 
 def test_the_hash_of_the_content_is_of_the_splits_too(options: PrepOptions) -> None:

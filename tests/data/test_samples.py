@@ -132,18 +132,6 @@ def test_other_indices_have_entries_of_their_own(
     assert all(np.array_equal(plain[i], cached[i]) for i in range(len(plain)))
 
 
-def test_compiled_loops_read_the_lengths_of_a_file(
-    indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file has them at any address; samples are those of Python's loops."""
-    found = []
-    for setting in ("0", "1"):
-        monkeypatch.setenv("MEGAFSDP_NUMBA", setting)
-        dataset = SampleDataset(indexed, sequence_length=4, num_samples=90)
-        found.append([dataset[sample].tolist() for sample in range(len(dataset))])
-    assert found[0] == found[1]
-
-
 def test_more_tokens_than_32_bits_count_are_samples() -> None:
     """Two documents together are too long for an int32, and so are places in them."""
     huge = SimpleNamespace(

@@ -426,14 +426,11 @@ def _world_size(config: Config) -> int:
 def _cast_by_step(config: Config) -> torch.dtype | None:
     """Return the dtype of main weights in flat buffers if the step casts them, else None."""
     section = config.optimizer
-    # Beside its remainder a bf16 weight is the cast.
-    if not section.is_fused_adam or section.store_param_remainders:
-        return None
     # A step that a GPU may skip writes no casts; one whose part the host steps is not skipped so.
     is_skipped_on_device = uses_cuda(config.run.device) and not section.offload_fraction
-    if is_skipped_on_device or not set(section.state_dtypes) <= set(PLAIN_DTYPES):
-        return None
-    return torch.float32
+    is_plain = section.is_fused_adam and set(section.state_dtypes) <= set(PLAIN_DTYPES)
+    # Nor are bf16 weights with remainders cast.
+    return torch.float32 if is_plain and not is_skipped_on_device else None
 
 
 def _loop_all_reduces(config: Config, model: ModelConfig, num_microbatches: int) -> tuple[int, ...]:
