@@ -10,11 +10,13 @@ To add a family, add a table here. Files are read and written elsewhere.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from megafsdp.checkpoint.huggingface.row_layout import Part, RowRun, match_rows
@@ -134,11 +136,15 @@ class Entry:
         return sum(run.num_rows for run in self.runs) < self.matrix[0]
 
     def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        """Return our tensor; padding rows are 0. A view if no elements need to move."""
+        """Return our tensor; padding rows are 0. A view if no elements need to move.
+
+        If the stored tensors have several dtypes, it has one that holds all of them.
+        """
         parts = [t.T for t in theirs] if self.is_transposed else theirs
         if self.matrix[0] == self.runs[0].num_rows == parts[0].shape[0]:
             return parts[0].contiguous().view(self.shape)
-        ours = parts[0].new_zeros(self.matrix)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        ours = parts[0].new_zeros(self.matrix, dtype=dtype)
         for run in self.runs:
             ours[run.ours] = parts[run.part][run.theirs]
         return ours.view(self.shape)

@@ -246,6 +246,17 @@ def test_tensors_are_contiguous_on_either_side() -> None:
         assert found.is_contiguous() and torch.equal(found, whole)
 
 
+def test_a_part_of_fewer_digits_does_not_decide_over_the_others() -> None:
+    """Files may keep some tensors in another dtype; the joined tensor holds all of them exactly."""
+    entry = MappingRow("ours", {"gate": "gate", "up": "up"}, "gate up").entry((4, 2), {})
+    few, many = torch.ones(2, 2, dtype=torch.bfloat16), torch.full((2, 2), 1.001)
+    for parts in ((few, many), (many, few)):
+        found = entry.join(parts)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, torch.cat([part.float() for part in parts]))
+    assert entry.join((few, few)).dtype == torch.bfloat16
+
+
 def test_the_vocabulary_is_padded_with_zeros_and_trimmed() -> None:
     """Padding rows are ours alone."""
     state = _state("qwen3", _CONFIG)
