@@ -58,8 +58,8 @@ def import_hf(
     """Fill a model from Hugging Face's safetensors files, in place; collective over all ranks.
 
     Parameter objects stay the same, and compute weights are fresh when this returns. Names must
-    match both ways, and shapes must match; dtypes are converted, and rows of a padded vocabulary
-    that the files lack become 0. Experts are read from one tensor per expert, or from the packed
+    match both ways, and shapes must match; dtypes are converted, but not fractions to integers, and
+    rows of a padded vocabulary that the files lack become 0. Experts are read from one tensor per expert, or from the packed
     tensors that some files have; layers of multi-token prediction are left out with a warning. A
     model on the meta device gets its memory here. Optimizers are left alone: make them afterwards.
     A model of transformers is matched by its names in memory: if transformers stores it in another
@@ -91,7 +91,32 @@ def _plan(
     reader, state = SafetensorsReader(directory), hub_state(model)
     chosen = config_of(model) if config is None else config
     plan = plan_model(state.shapes, state.tied, chosen, reader=reader)
-    return reader, plan, match_stored(plan, reader, share=rank_and_world_size())
+    stored = match_stored(plan, reader, share=rank_and_world_size())
+    _require_fractions_kept(state.tensors, plan, reader, stored)
+    return reader, plan, stored
+
+
+def _require_fractions_kept(
+    tensors: Mapping[str, torch.Tensor],
+    plan: HubPlan,
+    reader: SafetensorsReader,
+    stored: Mapping[str, str],
+) -> None:
+    """Refuse to fill a tensor of integers from floating-point numbers, which would be cut off."""
+    odd = [
+        f"'{name}' of {reader.dtype_name(stored[name])} for {tensors[entry.ours].dtype}"
+        for entry in plan.entries
+        if not (tensors[entry.ours].is_floating_point() or tensors[entry.ours].is_complex())
+        for name in entry.theirs
+        if reader.dtype_name(stored[name]).startswith(("F", "BF"))
+    ]
+    if odd:
+        raise CheckpointError.expected(
+            "integers for the model's tensors of integers",
+            "; ".join(odd[:MAX_NAMED]),
+            where="the Hugging Face files",
+            hint="Fill the model before its layers are quantized",
+        )
 
 
 @torch.no_grad()

@@ -251,6 +251,8 @@ def hub_state(model: nn.Module) -> HubState:
     tied = {name: names[p] for name, p in spelt.items() if names[p] != name}
     buffers = {key.removeprefix(_PREFIX): stored.tensors[key] for key in sorted(stored.rank_zero)}
     tensors.update((name, underlying(buffer)) for name, buffer in buffers.items())
+    of_buffers = {n: first for n, first in stored.aliases.items() if first in stored.rank_zero}
+    tied |= {n.removeprefix(_PREFIX): f.removeprefix(_PREFIX) for n, f in of_buffers.items()}
     return HubState(tensors, tied, frozenset(buffers))
 
 

@@ -85,6 +85,10 @@ class SafetensorsReader:
         """Return a tensor's shape, from the header."""
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
+    def dtype_name(self, name: str) -> str:
+        """Return the format's name of a tensor's dtype, such as ``BF16``, from the header."""
+        return str(self._files[self._file_of[name]].get_slice(name).get_dtype())
+
     def tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor to CPU memory."""
         with self._errors_of(self._file_of[name]):

@@ -348,6 +348,36 @@ def test_the_output_layer_of_a_tied_model_may_be_stored(tmp_path: Path) -> None:
     _assert_same_state(model, our_model("qwen3", True))
 
 
+def test_buffers_of_a_module_with_two_names_may_be_stored_twice(tmp_path: Path) -> None:
+    """Equal values are taken, as for tied parameters; two values are refused."""
+    norm = nn.BatchNorm1d(3)
+    model = nn.ModuleDict({"a": norm, "b": norm})
+    for value in (5.0, 6.0):
+        stored = {name: torch.full_like(t, 5) for name, t in model.state_dict().items()}
+        stored["b.running_mean"] = torch.full((3,), value)
+        save_file(stored, tmp_path / "model.safetensors")
+        refusal = pytest.raises(CheckpointError, match=r"'b.running_mean' equal to 'a.running_mean")
+        with refusal if value == 6 else contextlib.nullcontext():
+            checkpoint.import_hf(model, tmp_path)
+        assert all(torch.equal(t, torch.full_like(t, 5)) for t in norm.state_dict().values())
+
+
+def test_fractions_are_not_cut_off(tmp_path: Path) -> None:
+    """Files of numbers with a fraction do not fill a tensor of integers, as quantized layers have."""
+    model = nn.Linear(2, 2, bias=False)
+    model.register_buffer("codes", torch.tensor([3, 4], dtype=torch.int8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file({"weight": torch.ones(2, 2), "codes": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'codes' of F32 for torch\.int8"):
+        checkpoint.import_hf(model, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    stored = {"weight": torch.ones(2, 2, dtype=torch.int8), "codes": torch.ones(2).to(torch.int32)}
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint.import_hf(model, tmp_path)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    assert torch.equal(model.codes, torch.ones(2, dtype=torch.int8))
+
+
 def test_tied_tensors_without_dimensions_are_compared(tmp_path: Path) -> None:
     """Equal ones are taken, two values are refused."""
     plan = plan_model({"a": ()}, {"b": "a"}, {})
