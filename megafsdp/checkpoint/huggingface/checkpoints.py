@@ -143,13 +143,11 @@ def _plan_export(
     dtype: torch.dtype | None,
     max_shard_nbytes: int,
 ) -> Export:
-    aliases = {k: v for k, v in reader.whole_aliases().items() if k.startswith(_PREFIX)}
-    tied = {k.removeprefix(_PREFIX): v.removeprefix(_PREFIX) for k, v in aliases.items()}
     keys = [key for key in reader.whole_keys() if key.startswith(_PREFIX)]
     facts = {key.removeprefix(_PREFIX): (reader.shape(key), reader.dtype(key)) for key in keys}
     if config is None:
         config = stored_config(reader.object("extra"))
-    return plan_export(facts, tied, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+    return plan_export(facts, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
 
 
 def stored_config(extra: object) -> dict[str, object] | None:
@@ -232,7 +230,7 @@ def _has_no_head(fields: Mapping[str, Any]) -> bool:
 def _read_fields(path: Path) -> dict[str, object]:
     try:
         return dict(json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError.expected(
             "the fields of a model's config in JSON",
             f"{type(error).__name__}: {error}",

@@ -80,11 +80,10 @@ def export_hf(
     found, error = attempt(
         lambda: _plan(model, config, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
     )
-    digest = None if found is None else zlib.crc32(repr(found[1].files).encode())
-    if len(set(agree(digest, error))) > 1:
+    if len(set(agree(None if found is None else _digest(found[1]), error))) > 1:
         raise CheckpointError.expected(
             "the same tensors on all ranks",
-            "different names, shapes or dtypes",
+            "different names, shapes, dtypes or orders of rows",
             where="export_hf()",
             hint="Build the same model on every rank and pass the same arguments",
         )
@@ -107,12 +106,18 @@ def _plan(
     state = hub_state(model)
     facts = {name: (tuple(t.shape), t.dtype) for name, t in state.tensors.items()}
     chosen = config_of(model) if config is None else config
-    export = plan_export(facts, state.tied, chosen, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+    export = plan_export(facts, chosen, dtype=dtype, max_shard_nbytes=max_shard_nbytes)
     if not export.plan.fields.get("architectures"):
         named = {**export.plan.fields, "architectures": [architecture_of(model)]}
         export = replace(export, plan=replace(export.plan, fields=named))
     _require_memory(model, state, export)
     return state, export
+
+
+def _digest(export: Export) -> int:
+    """Return a checksum of the files and of the place of each row in them."""
+    runs = [entry.runs for file in export.files for entry, _ in file.entries]
+    return zlib.crc32(repr((export.files, runs)).encode())
 
 
 def _require_memory(model: nn.Module, state: HubState, export: Export) -> None:
@@ -122,7 +127,12 @@ def _require_memory(model: nn.Module, state: HubState, export: Export) -> None:
     """
     rank, world_size = rank_and_world_size()
     gathers = (
-        nbytes_to_gather(index % world_size, state.tensors[entry.ours], dtype)
+        nbytes_to_gather(
+            index % world_size,
+            state.tensors[entry.ours],
+            dtype,
+            is_rank_zeros=entry.ours in state.rank_zero,
+        )
         for index, file in enumerate(export.files)
         for entry, dtype in file.entries
     )

@@ -20,14 +20,20 @@ from megafsdp.mesh.dtensor import shard_axes
 from megafsdp.mesh.model_part import ModelPart
 
 
-def nbytes_to_gather(writer: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the most bytes that :func:`gather_to` allocates on this rank at one time."""
+def nbytes_to_gather(
+    writer: int, tensor: torch.Tensor, dtype: torch.dtype, *, is_rank_zeros: bool
+) -> int:
+    """Return the most bytes that :func:`gather_to` allocates on this rank at one time.
+
+    It takes the same arguments.
+    """
     local = local_tensor(tensor)
     cast_nbytes = 0 if local.dtype == dtype else local.numel() * dtype.itemsize
     rank = rank_and_world_size()[0]
-    if not isinstance(tensor, DTensor):
-        return cast_nbytes
     whole_nbytes = tensor.numel() * dtype.itemsize
+    if not isinstance(tensor, DTensor):
+        is_received = is_rank_zeros and rank == writer != 0
+        return cast_nbytes + (whole_nbytes if is_received else 0)
     if not isinstance(tensor, UnevenDTensor):
         return tensor.nbytes + (whole_nbytes if rank == writer and cast_nbytes else 0)
     receiver = _receiver_of_part(writer, tensor)

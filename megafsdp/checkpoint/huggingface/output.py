@@ -87,7 +87,6 @@ class Export:
 
 def plan_export(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    tied: Mapping[str, str],
     config: ConfigLike | None,
     *,
     dtype: torch.dtype | None,
@@ -99,7 +98,6 @@ def plan_export(
 
     Args:
         tensors: Shape and dtype of each distinct tensor by name.
-        tied: Further names of tied tensors.
         config: Config of the model.
         dtype: Dtype of floating-point tensors in the files; None keeps the dtype of each.
         max_shard_nbytes: Bytes in a file, at least 1; a larger tensor has a file of its own.
@@ -120,7 +118,8 @@ def plan_export(
     # Imported here, so that a missing library is found before the first gather.
     require_library("safetensors")
     split_into_files = require_library("huggingface_hub").split_state_dict_into_shards_factory
-    plan = plan_model({name: shape for name, (shape, _) in tensors.items()}, tied, config)
+    # Further names of tied tensors are not written.
+    plan = plan_model({name: shape for name, (shape, _) in tensors.items()}, {}, config)
     entries: dict[str, tuple[Entry, torch.dtype]] = {}
     for entry in plan.entries:
         kept = tensors[entry.ours][1]
@@ -171,6 +170,7 @@ def prepare(target: Path) -> Path:
     Raises:
         CheckpointError: The target exists and is not empty.
     """
+    target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError.expected(
             "a directory that does not exist or is empty",
@@ -254,7 +254,12 @@ def publish(
         on_disk.write_durably(temporary / name, text)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(temporary))
+        # It does not wait for the disk itself.
+        for path in temporary.rglob("*"):
+            (on_disk.sync_directory if path.is_dir() else on_disk.sync_file)(path)
     on_disk.sync_directory(temporary)
-    temporary.rename(target)
-    on_disk.sync_directory(target.parent)
+    # A link cannot be replaced by a directory.
+    final = target.resolve()
+    temporary.rename(final)
+    on_disk.sync_directory(final.parent)
     return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import nn
 from transformers import AutoModel
 
 from megafsdp import checkpoint, full_state_dict
+from megafsdp.checkpoint.huggingface import output
 from megafsdp.checkpoint.huggingface.checkpoints import stored_config
+from megafsdp.checkpoint.huggingface.safetensors_files import write_file
 from megafsdp.checkpoint.tools.reader import CheckpointReader
 from megafsdp.errors import CheckpointError, ConfigError
 from megafsdp.models import build_model
@@ -217,6 +220,22 @@ def test_weights_have_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     }
 
 
+def test_files_of_several_dtypes_are_read_as_into_a_model(tmp_path: Path) -> None:
+    """What one of our tensors joins may be of several dtypes, and none is rounded to another's."""
+    files = tmp_path / "pretrained"
+    their_model("llama").save_pretrained(files)
+    tensors = read(files)
+    for name in tensors:
+        if name.endswith(("q_proj.weight", "gate_proj.weight")):
+            tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, files / "model.safetensors")
+    checkpoint.import_hf_checkpoint(files, tmp_path / "root")
+    found, wanted = (build_model(our_config("llama"), seed=seed) for seed in (7, 8))
+    checkpoint.load(tmp_path / "root", model=found)
+    checkpoint.import_hf(wanted, files)
+    _assert_same_state(found, wanted)
+
+
 @pytest.mark.parametrize("family", DENSE + MIXTURES)
 def test_files_and_tensors_pass_one_by_one(family: str, tmp_path: Path) -> None:
     """A file and a few of the largest tensors are in memory, however many layers there are."""
@@ -265,6 +284,28 @@ def test_damage_is_found_and_nothing_is_published(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+def test_a_full_disk_ends_the_export_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that could not be written would be missing in a directory that looks complete."""
+
+    def failing(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if path.name.startswith("model-00002"):
+            raise OSError(28, "No space left on device")
+        write_file(path, tensors)
+
+    checkpoint.save(tmp_path / "saved", step=1, model=our_model("llama"))
+    monkeypatch.setattr(output, "write_file", failing)
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.export_hf_checkpoint(
+            tmp_path / "saved",
+            tmp_path / "exported",
+            config=our_config("llama"),
+            max_shard_nbytes=40_000,
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
 def test_files_that_cannot_become_ours_are_refused(tmp_path: Path) -> None:
     """An unknown model, a config that is not there, files of another model; nothing is made."""
     their_model("llama").save_pretrained(tmp_path / "pretrained")
@@ -280,7 +321,8 @@ def test_files_that_cannot_become_ours_are_refused(tmp_path: Path) -> None:
         checkpoint.import_hf_checkpoint(
             tmp_path / "pretrained", tmp_path / "root", dtype=torch.int8
         )
-    for damage in (lambda: path.write_text("{"), path.unlink):
+    texts = ("{", "[1]", "null", '"text"')
+    for damage in (*(functools.partial(path.write_text, text) for text in texts), path.unlink):
         damage()
         with pytest.raises(CheckpointError, match="the fields of a model's config in JSON"):
             checkpoint.import_hf_checkpoint(tmp_path / "pretrained", tmp_path / "root")

@@ -70,7 +70,7 @@ def test_files_are_filled_in_order_and_what_one_of_ours_stores_stays_together() 
     model, limit = our_model("qwen3"), 40_000
     tensors = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
     fields = their_config("qwen3").to_dict()
-    export = output.plan_export(tensors, {}, fields, dtype=None, max_shard_nbytes=limit)
+    export = output.plan_export(tensors, fields, dtype=None, max_shard_nbytes=limit)
     flat = [entry for file in export.files for entry, _ in file.entries]
     assert flat == list(export.plan.entries)
     assert max(len(entry.theirs) for entry in flat) == 3
@@ -203,6 +203,10 @@ class _Tokenizer:
 
     def save_pretrained(self, directory: str) -> None:
         (Path(directory) / "tokenizer.json").write_text("{}")
+        # As they do with several templates.
+        templates = Path(directory) / "additional_chat_templates"
+        templates.mkdir()
+        (templates / "rag.jinja").write_text("{{ messages }}")
 
 
 def _export_theirs(family: str, directory: str) -> None:
@@ -405,20 +409,30 @@ def test_a_rank_without_memory_stops_all(ranks: Ranks, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def _with_large_buffers() -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.config = {"model_type": "none"}
+    # Each has a file of its own, and rank 1 writes that of the larger one.
+    model.register_buffer("first", torch.ones(6000))
+    model.register_buffer("second", torch.ones(7000))
+    return model
+
+
 def _allocated_and_asked_for(
     directory: str, shape: tuple[int, ...], options: dict[str, str] | None
 ) -> tuple[int, int]:
-    model = our_model("llama", padding=3)
-    if options is None:
-        cut_model(model, joined(*shape))
+    if options == {}:
+        model = _with_large_buffers()
+    elif options is None:
+        model = cut_model(our_model("llama", padding=3), joined(*shape))
     else:
-        sharded(model, shape, **options)
+        model = sharded(our_model("llama", padding=3), shape, **options)
     asked, used = 0, 0
     nbytes_to_gather, gather_to = hf.nbytes_to_gather, hf.gather_to
 
-    def asking(*args: object) -> int:
+    def asking(*args: object, **kwargs: object) -> int:
         nonlocal asked
-        found = nbytes_to_gather(*args)
+        found = nbytes_to_gather(*args, **kwargs)
         asked = max(asked, found)
         return found
 
@@ -438,7 +452,9 @@ def _allocated_and_asked_for(
 
 
 @pytest.mark.parametrize(
-    "sharding", [*SHARDINGS.values(), ((2, 2), None)], ids=[*SHARDINGS, "parts"]
+    "sharding",
+    [*SHARDINGS.values(), ((2, 2), None), ((2,), {})],
+    ids=[*SHARDINGS, "parts", "buffers"],
 )
 def test_the_memory_asked_for_is_the_memory_used(
     ranks: Ranks, sharding: tuple, tmp_path: Path
@@ -464,6 +480,22 @@ def _unlike(directory: str) -> None:
 def test_ranks_that_ask_for_different_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Before anything is gathered."""
     ranks(2).run(_unlike, str(tmp_path / "exported"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _with_other_heads(directory: str) -> None:
+    model = sharded(our_model("llama"))
+    fields = their_config("llama").to_dict()
+    if dist.get_rank():
+        # The tensors have the same names and shapes, and their rows another order.
+        fields |= {"num_attention_heads": 4 * 16 // 8, "num_key_value_heads": 4, "head_dim": 8}
+    with pytest.raises(CheckpointError, match="the same tensors on all ranks"):
+        checkpoint.export_hf(model, directory, config=fields, max_shard_nbytes=20_000)
+
+
+def test_ranks_that_would_order_rows_differently_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Each writes some of the files, so these would be of two models."""
+    ranks(2).run(_with_other_heads, str(tmp_path / "exported"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -498,10 +530,13 @@ def test_everything_is_on_the_disk_when_the_directory_appears(tmp_path: Path) ->
 
     with mock.patch.object(os, "fsync", recording):
         target = checkpoint.export_hf(
-            our_model("llama"), tmp_path / "exported", max_shard_nbytes=40_000
+            our_model("llama"),
+            tmp_path / "exported",
+            max_shard_nbytes=40_000,
+            tokenizer=_Tokenizer(),
         )
-    paths = [*target.iterdir(), target]
-    assert len(paths) > 5
+    paths = [*target.rglob("*"), target]
+    assert len(paths) > 8
     assert {path.stat().st_ino for path in paths} <= set(flushed)
     assert flushed[-1] == tmp_path.stat().st_ino
 
@@ -516,6 +551,28 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     for taken in (tmp_path / "exported", tmp_path / "exported" / "config.json"):
         with pytest.raises(CheckpointError, match="does not exist or is empty"):
             checkpoint.export_hf(model, taken)
+
+
+def test_a_target_by_another_name_is_the_directory_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links to an empty directory and to none yet, and the current directory."""
+    model = our_model("llama")
+    places = [tmp_path / name for name in ("empty", "new", "here")]
+    for made in (places[0], places[2]):
+        made.mkdir()
+    for place in places[:2]:
+        (tmp_path / f"to-{place.name}").symlink_to(place)
+    monkeypatch.chdir(places[2])
+    for target, place in zip(
+        (tmp_path / "to-empty", tmp_path / "to-new", "."), places, strict=True
+    ):
+        checkpoint.export_hf(model, target)
+        assert sorted(p.name for p in place.iterdir()) == ["config.json", "model.safetensors"]
+        with pytest.raises(CheckpointError, match="does not exist or is empty"):
+            checkpoint.export_hf(model, place)
+    names = {"empty", "new", "here", "to-empty", "to-new"}
+    assert {p.name for p in tmp_path.iterdir()} == names
 
 
 def test_an_export_below_a_save_root_survives_a_save_and_other_exports(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 def _plan(tensors: dict[str, torch.Tensor], max_nbytes: int) -> Export:
     facts = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    return plan_export(facts, {}, {}, dtype=None, max_shard_nbytes=max_nbytes)
+    return plan_export(facts, {}, dtype=None, max_shard_nbytes=max_nbytes)
 
 
 @pytest.mark.parametrize("max_nbytes", [1, 10**9])
