@@ -80,14 +80,24 @@ def test_a_conversion_does_not_take_a_save_root_back(tmp_path: Path) -> None:
         save(root, step=step, model=Toy())
     torch.save(Toy().state_dict(), tmp_path / "a.pt")
     toy.make(tmp_path / "theirs", "qwen3")
-    before = sorted(root.rglob("*"))
+    theirs = tmp_path / "job"
+    for step in (10, 30):
+        save(tmp_path / "other", step=step, model=Toy())
+    convert(tmp_path / "other", theirs, Format.NVIDIA)
+    before = sorted([*root.rglob("*"), *theirs.rglob("*")])
     refused = pytest.raises(CheckpointError, match=r"the latest is 20.*Give --step 31 or above")
     for step in (None, 10, 19, 20, 30):
         with refused:
             convert(tmp_path / "a.pt", root, Format.MEGAFSDP, step)
-    with refused:
-        convert(tmp_path / "theirs", root, Format.MEGAFSDP)
-    assert sorted(root.rglob("*")) == before
+    # The step is the source's own. A source that is its own target would be lost.
+    for source, target, to, latest in (
+        (tmp_path / "theirs", root, Format.MEGAFSDP, 20),
+        (tmp_path / "other", theirs, Format.NVIDIA, 30),
+        (root, root, Format.NVIDIA, 20),
+    ):
+        with pytest.raises(CheckpointError, match=rf"the latest is {latest}\. .*\. Give another"):
+            convert(source, target, to, None if to is Format.MEGAFSDP else 10)
+    assert sorted([*root.rglob("*"), *theirs.rglob("*")]) == before
     for step in (25, 31):
         convert(tmp_path / "a.pt", root, Format.MEGAFSDP, step)
         assert latest_step(root) == step

@@ -236,10 +236,15 @@ def require_alone(draft: Draft, is_there: bool) -> None:
         )
 
 
-def require_ahead(directory: str | os.PathLike[str], step: int) -> None:
+def require_ahead(directory: str | os.PathLike[str], step: int, *, is_chosen: bool = True) -> None:
     """Refuse to convert to a step that replaces a checkpoint or makes an older step the latest.
 
     A training run may do both, after it went back.
+
+    Args:
+        directory: The save root.
+        step: The step.
+        is_chosen: The caller can publish as another step; False if it is the source's own.
 
     Raises:
         CheckpointError: The step is published, or the latest one is not below it.
@@ -253,7 +258,7 @@ def require_ahead(directory: str | os.PathLike[str], step: int) -> None:
         "a step above the latest that is not published",
         f"step {step}, where {steps} are published and the latest is {latest}",
         where=f"'{root}'",
-        hint=f"Give --step {free} or above, or another save root",
+        hint=f"Give {f'--step {free} or above, or ' if is_chosen else ''}another save root",
     )
 
 

@@ -94,8 +94,8 @@ def to_megatron(
         The published directory.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or the target's latest
-            checkpoint has its step already.
+        CheckpointError: There is no such checkpoint, it is damaged, or its step is published in the
+            target already or lower than the target's latest.
         ValueError: A choice is unknown.
     """
     with CheckpointReader(source, step) as ours:
@@ -109,6 +109,7 @@ def to_megatron(
             names, precision, transformer_impl, _num_experts(ours, names), is_grouped
         )
         root = local_path(target, purpose="a checkpoint of Megatron-LM")
+        on_disk.require_ahead(root, manifest.step, is_chosen=False)
         temporary = on_disk.prepare(root, manifest.step)
         try:
             entries = manifest.tensors.values()
@@ -254,15 +255,7 @@ def _write_rest(
     run = extra.get("run", {}) if isinstance(extra, dict) else {}
     groups = objects.get("optimizer.param_groups", [])
     assert isinstance(groups, list), "save() stores a list of groups"
-    num_consumed = run.get("consumed_samples", 0)
-    num_scheduled = num_consumed - run.get("skipped_samples", 0)
-    schedule = origin.get(SCHEDULER)
-    schedule_args: dict[str, object] = {}
-    if not schedule:
-        own = objects.get("lr_scheduler")
-        schedule, schedule_args = their_schedule(
-            own if isinstance(own, dict) else None, groups, num_samples=num_scheduled
-        )
+    schedule, schedule_args = _schedule(origin, run, groups, own=objects.get("lr_scheduler"))
     for key, value in objects.items():
         if key.startswith("optimizer.state."):
             _, _, name, state = path_of(key)
@@ -279,6 +272,7 @@ def _write_rest(
                 for field_name, value in (fields | step).items():
                     output.add(their_names.group_key(one, field_name), value)
     args = schedule_args | dict(model_args)
+    num_consumed = run.get("consumed_samples", 0)
     args |= {"iteration": output.step, "consumed_train_samples": num_consumed} | dict(given)
     output.add(("args",), argparse.Namespace(**args))
     output.add(("checkpoint_version",), VERSION)
@@ -289,6 +283,19 @@ def _write_rest(
     if rng:
         states = [their_rng_state(state) for state in rng if isinstance(state, dict)]
         output.add(("rng_state", "(0, 0)"), states)
+
+
+def _schedule(
+    origin: Mapping[str, Any], run: Mapping[str, Any], groups: list[dict], *, own: object
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the fields of the schedule, the original job's if there is one, and args for it."""
+    num_scheduled = run.get("consumed_samples", 0) - run.get("skipped_samples", 0)
+    schedule = dict(origin.get(SCHEDULER) or {})
+    if schedule:
+        # A run may have gone on since the import.
+        return schedule | ({"num_steps": num_scheduled} if "consumed_samples" in run else {}), {}
+    state = own if isinstance(own, dict) else None
+    return their_schedule(state, groups, num_samples=num_scheduled)
 
 
 def _objects(ours: CheckpointReader) -> Iterator[tuple[str, object]]:

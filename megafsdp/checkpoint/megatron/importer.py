@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def from_megatron(
         common = {key: theirs.value(key) for key in contents.common if key in theirs.objects}
         common |= {key: theirs.tensor(key) for key in contents.common if key in theirs.tensors}
         iteration = _checked_step(theirs.directory, common)
-        require_ahead(root, iteration)
+        require_ahead(root, iteration, is_chosen=False)
         args, foreign = _checked_args(theirs.directory, common.get("args"))
         if args.get("apply_layernorm_1p") and not any(map(is_output_norm, contents.weights)):
             _LOGGER.warning(
@@ -208,7 +209,12 @@ class _Copy:
     def _fuse_states(self, steps: Mapping[str, Any]) -> None:
         for name, (whole, parts) in self._fused().items():
             states = [self.contents.states.get(part, {}) for part in parts]
-            shared = {s: None for s in states[0] if all(s in of_part for of_part in states)}
+            tensors = self.theirs.tensors
+            shared = {
+                state: None
+                for state in states[0]
+                if all(state == "step" or of.get(state) in tensors for of in states)
+            }
             if states[0] and whole in steps:
                 shared["step"] = None
             for state in shared:
@@ -250,12 +256,20 @@ def _add_schedule(
     schedule, _ = plain_args(
         {k.removeprefix(prefix): v for k, v in common.items() if k.startswith(prefix)}
     )
-    state = our_schedule(schedule, args)
+    counted: Any = schedule.get("num_steps") or 0
+    consumed: Any = args.get("consumed_train_samples", counted)
+    try:
+        state = our_schedule(schedule, args)
+        num_scheduled, num_consumed = operator.index(counted), operator.index(consumed)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError.expected(
+            "numbers in a schedule, and whole ones as num_steps and consumed_train_samples",
+            f"{type(error).__name__}: {error}",
+            where=f"'{SCHEDULER}' and the args of the checkpoint",
+            hint=f"Pass ignore=['{SCHEDULER}.*', 'args'] to go on without",
+        ) from error
     if state is not None:
         ours.add_object("lr_scheduler", state)
-    num_scheduled = schedule.get("num_steps") or 0
-    num_consumed = args.get("consumed_train_samples", num_scheduled)
-    assert isinstance(num_scheduled, int) and isinstance(num_consumed, int)
     run = {"step": step, "consumed_samples": num_consumed}
     run["skipped_samples"] = max(num_consumed - num_scheduled, 0) if schedule else 0
     nvidia: dict[str, object] = {"args": args, "foreign_args": foreign, SCHEDULER: schedule}

@@ -224,10 +224,11 @@ def their_group(group: Mapping[str, object], schedule: Mapping[str, object]) -> 
     identity: dict[str, object] = dict(_GROUP_IDENTITY)
     identity |= {"lr_mult": multiplier, "wd_mult": 1.0 if decays else 0.0}
     identity |= {"max_lr": schedule["max_lr"], "min_lr": schedule["min_lr"]}
-    return identity | fields
+    # What the import left of the job's own multiplier may no longer be the one in use.
+    return identity | fields | {"lr_mult": multiplier}
 
 
-def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], list[str]]:
+def our_rng_states(values: Iterable[tuple[str, Any]]) -> tuple[list[dict], list[str]]:
     """Return random states by rank, in the form of ``rng.rng_state``.
 
     Args:
@@ -241,21 +242,20 @@ def our_rng_states(values: Iterable[tuple[str, object]]) -> tuple[list[dict], li
     Raises:
         CheckpointError: The values are not what Megatron-LM writes.
     """
-    ranks: dict[int, dict[str, object]] = {}
+    ranks: dict[int, dict[str, Any]] = {}
     unused = []
-    for key, value in values:
-        found = _RNG_KEY.fullmatch(key)
-        if found is None or (found["stage"], found["tensor"]) != ("0", "0"):
-            unused.append(key)
-        elif found["rank"] is None and isinstance(value, list):
-            ranks |= {rank: dict(state) for rank, state in enumerate(value)}
-        elif found["name"] is None:
-            ranks.setdefault(int(found["rank"]), {})[found["field"]] = value
-        else:
-            trackers = ranks.setdefault(int(found["rank"]), {}).setdefault(found["field"], {})
-            assert isinstance(trackers, dict), "keys are distinct"
-            trackers[found["name"]] = value
     try:
+        for key, value in values:
+            found = _RNG_KEY.fullmatch(key)
+            if found is None or (found["stage"], found["tensor"]) != ("0", "0"):
+                unused.append(key)
+            elif found["rank"] is None:
+                ranks |= {rank: dict(state) for rank, state in enumerate(value)}
+            elif found["name"] is None:
+                ranks.setdefault(int(found["rank"]), {})[found["field"]] = value
+            else:
+                trackers = ranks.setdefault(int(found["rank"]), {}).setdefault(found["field"], {})
+                trackers[found["name"]] = value
         return [_our_rng(ranks[rank]) for rank in range(len(ranks))], unused
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError.expected(

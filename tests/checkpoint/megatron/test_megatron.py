@@ -701,6 +701,64 @@ def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
     assert found[f"{wrapped}.mode"] == "slow"
 
 
+def test_states_that_are_no_tensors_go_both_ways_beside_fused_parameters(tmp_path: Path) -> None:
+    """Each part has them, in a stack of experts too."""
+    state = toy.their_state(*toy.trained("qwen3_next"), "qwen3_next")
+    for states in state["optimizer"]["state"].values():
+        states["mode"] = "slow"
+    toy.save(state, tmp_path / "theirs")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    with CheckpointReader(tmp_path / "ours") as reader:
+        for part in ("_w", "_v"):
+            at = f"optimizer.state.decoder.layers.1.mlp.experts.linear_fc1.weight{part}"
+            assert reader.object(f"{at}.mode") == "slow"
+            assert f"{at}.exp_avg" in reader.manifest.tensors
+        assert not any(key.endswith(".mode") for key in reader.fused)
+    to_megatron(tmp_path / "ours", tmp_path / "back")
+    found, was = (
+        {k: v for k, v in toy.read(tmp_path / name / "iter_0000002").items() if k.endswith(".mode")}
+        for name in ("back", "theirs")
+    )
+    assert found == was and len(found) > 40
+
+
+def test_a_run_that_goes_on_counts_its_own_samples(convert: Convert, tmp_path: Path) -> None:
+    """The job's schedule goes on where this run stopped, not where the job did."""
+    with CheckpointReader(convert("qwen3").ours) as reader:
+        extra = reader.object("extra")
+    extra["run"] = {"step": 5, "consumed_samples": 40, "skipped_samples": 4}
+    save(tmp_path / "ours", step=5, model=toy.build("qwen3", 0), extra=extra)
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
+    assert found["opt_param_scheduler.num_steps"] == 36
+    assert found["args"].consumed_train_samples == 40
+    fields = {k: v for k, v in toy.SCHEDULE.items() if k != "num_steps"}
+    assert {name: found[f"opt_param_scheduler.{name}"] for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda s: s["opt_param_scheduler"].update(num_steps=3.5), "num_steps"),
+        (lambda s: setattr(s["args"], "consumed_train_samples", None), "consumed_train_samples"),
+        (lambda s: s["opt_param_scheduler"].update(max_lr="high"), "'high'"),
+        (lambda s: s.update(rng_state={"(0, 0)": 3}), r"rng_state\.\(0, 0\)"),
+        (lambda s: s.update(rng_state={"(0, 0)": [3]}), r"rng_state\.\(0, 0\)"),
+    ],
+    ids=["num_steps", "consumed", "rate", "one state", "states of no form"],
+)
+def test_values_of_another_form_are_refused(
+    convert: Convert, tmp_path: Path, change: Callable[[dict], object], word: str
+) -> None:
+    """The message says where they are, and nothing is published."""
+    sound = convert("qwen3")
+    state = toy.their_state(sound.model, sound.optimizer, "qwen3")
+    change(state)
+    toy.save(state, tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match=word):
+        from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists() or not list((tmp_path / "ours").iterdir())
+
+
 def test_a_parameter_that_has_taken_no_step_has_no_states(tmp_path: Path) -> None:
     """Nor has a fused one; on either side."""
     state = toy.their_state(*toy.trained("qwen3"), "qwen3")

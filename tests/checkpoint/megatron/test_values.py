@@ -116,6 +116,8 @@ def test_a_group_gets_the_fields_by_which_megatron_tells_groups_apart() -> None:
         "max_lr": 1.0,
         "min_lr": 0.1,
     }
+    stale = their_group(group | {"lr_mult": 2.0}, toy.SCHEDULE)
+    assert stale["lr_mult"] == 3.0, "the multiplier that counts here"
     kept = their_group(group | {"is_expert_parallel": True, "max_lr": 7.0}, toy.SCHEDULE)
     assert kept["is_expert_parallel"] is True and kept["max_lr"] == 7.0
 
