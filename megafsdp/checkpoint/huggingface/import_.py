@@ -59,9 +59,10 @@ def import_hf(
 
     Parameter objects stay the same, and compute weights are fresh when this returns. Names must
     match both ways, and shapes must match; dtypes are converted, but not fractions to integers, and
-    rows of a padded vocabulary that the files lack become 0. Experts are read from one tensor per expert, or from the packed
-    tensors that some files have; layers of multi-token prediction are left out with a warning. A
-    model on the meta device gets its memory here. Optimizers are left alone: make them afterwards.
+    rows of a padded vocabulary that the files lack become 0. Experts are read from one tensor per
+    expert, or from the packed tensors that some files have; layers of multi-token prediction are
+    left out with a warning. A model on the meta device gets its memory here. Optimizers are left
+    alone: make them afterwards.
     A model of transformers is matched by its names in memory: if transformers stores it in another
     form, as it does some mixtures of experts, its files cannot fill it; the error says what to do.
 

@@ -363,7 +363,7 @@ def test_buffers_of_a_module_with_two_names_may_be_stored_twice(tmp_path: Path) 
 
 
 def test_fractions_are_not_cut_off(tmp_path: Path) -> None:
-    """Files of numbers with a fraction do not fill a tensor of integers, as quantized layers have."""
+    """Integers, as quantized layers have them, are not filled from numbers with a fraction."""
     model = nn.Linear(2, 2, bias=False)
     model.register_buffer("codes", torch.tensor([3, 4], dtype=torch.int8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
