@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import re
 import shutil
 import weakref
@@ -364,6 +365,19 @@ def test_experts_that_make_no_stack_are_named(
     assert not (tmp_path / "ours").exists()
 
 
+def test_the_order_of_keys_does_not_matter(convert: Convert, tmp_path: Path) -> None:
+    """Experts are stacked by their numbers, of which 10 stands before 2 in other directories."""
+    sound = convert("qwen3_next")
+    state = toy.their_state(sound.model, sound.optimizer, "qwen3_next")
+    for part in (state["model"], *state["optimizer"].values()):
+        items = list(part.items())
+        part.clear()
+        part.update(reversed(items))
+    toy.save(state, tmp_path / "theirs")
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    assert _differences(_whole(tmp_path / "ours"), _whole(sound.ours)) == []
+
+
 def test_the_form_of_experts_and_norms_is_the_jobs(convert: Convert, tmp_path: Path) -> None:
     """Arguments decide over the layer's kind: numbered modules, and norms that are stored whole."""
     args = {"moe_grouped_gemm": False, "apply_layernorm_1p": False, "consumed_train_samples": 9}
@@ -376,6 +390,8 @@ def test_the_form_of_experts_and_norms_is_the_jobs(convert: Convert, tmp_path: P
         "decoder.layers.0.self_attention.out_norm.weight"
     )
     assert torch.equal(found[f"{at}.0.self_attention.out_norm.weight"], norm.detach())
+    from_megatron(tmp_path / "back", tmp_path / "again")
+    assert _differences(_whole(tmp_path / "again"), _whole(convert("qwen3_next").ours)) == []
 
 
 @pytest.mark.parametrize("impl", ["transformer_engine", "local"])
@@ -476,6 +492,7 @@ def _drop(state: dict, section: str, *ends: str) -> None:
     ("change", "message"),
     [
         (lambda s: s["model"].update({"lora": torch.ones(2)}) or s.update(ema=1), "1 unknown: ema"),
+        (lambda s: s["model"].update({"module.note": "x"}), "1 unknown: model.module.note"),
         (lambda s: _drop(s, "model", "fc1.weight_v"), "missing: decoder.layers.0.mlp.linear_fc1"),
         (
             lambda s: _drop(s, "model", "1.mlp.linear_fc2.weight"),
@@ -510,6 +527,8 @@ def _drop(state: dict, section: str, *ends: str) -> None:
         (lambda s: _drop(s, "", "iteration"), "1 missing: iteration"),
         (lambda s: _drop(s, "", "checkpoint_version"), "1 missing: checkpoint_version"),
         (lambda s: s.update(checkpoint_version=2.0), "got 2 and 2.0"),
+        (lambda s: s.update(iteration=-1), "got -1 and 3.0"),
+        (lambda s: s.update(iteration="two"), "got 'two' and 3.0"),
         (
             lambda s: s["model"].update(
                 {"module.decoder.layers.0.input_layernorm.weight": torch.ones(16)}
@@ -531,6 +550,7 @@ def _drop(state: dict, section: str, *ends: str) -> None:
     ],
     ids=[
         "unknown",
+        "word for a weight",
         "part",
         "weight",
         "group of no weight",
@@ -541,6 +561,8 @@ def _drop(state: dict, section: str, *ends: str) -> None:
         "iteration",
         "no version",
         "version",
+        "iteration below 0",
+        "iteration in words",
         "twice",
         "shape",
         "word",
@@ -701,62 +723,31 @@ def test_states_that_are_no_tensors_go_both_ways(tmp_path: Path) -> None:
     assert found[f"{wrapped}.mode"] == "slow"
 
 
-def test_states_that_are_no_tensors_go_both_ways_beside_fused_parameters(tmp_path: Path) -> None:
-    """Each part has them, in a stack of experts too."""
-    state = toy.their_state(*toy.trained("qwen3_next"), "qwen3_next")
-    for states in state["optimizer"]["state"].values():
-        states["mode"] = "slow"
-    toy.save(state, tmp_path / "theirs")
-    from_megatron(tmp_path / "theirs", tmp_path / "ours")
-    with CheckpointReader(tmp_path / "ours") as reader:
-        for part in ("_w", "_v"):
-            at = f"optimizer.state.decoder.layers.1.mlp.experts.linear_fc1.weight{part}"
-            assert reader.object(f"{at}.mode") == "slow"
-            assert f"{at}.exp_avg" in reader.manifest.tensors
-        assert not any(key.endswith(".mode") for key in reader.fused)
-    to_megatron(tmp_path / "ours", tmp_path / "back")
-    found, was = (
-        {k: v for k, v in toy.read(tmp_path / name / "iter_0000002").items() if k.endswith(".mode")}
-        for name in ("back", "theirs")
-    )
-    assert found == was and len(found) > 40
-
-
-def test_a_run_that_goes_on_counts_its_own_samples(convert: Convert, tmp_path: Path) -> None:
-    """The job's schedule goes on where this run stopped, not where the job did."""
-    with CheckpointReader(convert("qwen3").ours) as reader:
-        extra = reader.object("extra")
-    extra["run"] = {"step": 5, "consumed_samples": 40, "skipped_samples": 4}
-    save(tmp_path / "ours", step=5, model=toy.build("qwen3", 0), extra=extra)
-    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
-    assert found["opt_param_scheduler.num_steps"] == 36
-    assert found["args"].consumed_train_samples == 40
-    fields = {k: v for k, v in toy.SCHEDULE.items() if k != "num_steps"}
-    assert {name: found[f"opt_param_scheduler.{name}"] for name in fields} == fields
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda s: s["opt_param_scheduler"].update(num_steps=3.5), "num_steps"),
-        (lambda s: setattr(s["args"], "consumed_train_samples", None), "consumed_train_samples"),
-        (lambda s: s["opt_param_scheduler"].update(max_lr="high"), "'high'"),
-        (lambda s: s.update(rng_state={"(0, 0)": 3}), r"rng_state\.\(0, 0\)"),
-        (lambda s: s.update(rng_state={"(0, 0)": [3]}), r"rng_state\.\(0, 0\)"),
-    ],
-    ids=["num_steps", "consumed", "rate", "one state", "states of no form"],
-)
-def test_values_of_another_form_are_refused(
-    convert: Convert, tmp_path: Path, change: Callable[[dict], object], word: str
+def test_everything_is_on_the_disk_when_the_directory_appears(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message says where they are, and nothing is published."""
-    sound = convert("qwen3")
-    state = toy.their_state(sound.model, sound.optimizer, "qwen3")
-    change(state)
-    toy.save(state, tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match=word):
-        from_megatron(tmp_path / "theirs", tmp_path / "ours")
-    assert not (tmp_path / "ours").exists() or not list((tmp_path / "ours").iterdir())
+    """The records and what describes them, and the names of both."""
+    flushed: list[int] = []
+    flush = os.fsync
+
+    def recording(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    path = to_megatron(convert("gpt").ours, tmp_path / "back")
+    assert {place.stat().st_ino for place in (path, *path.iterdir(), path.parent)} <= {*flushed}
+    assert {place.name for place in path.iterdir()} == {".metadata", "__0_0.distcp"}
+
+
+def test_a_matrix_with_the_name_of_a_stack_is_one_tensor(tmp_path: Path) -> None:
+    """Only three dimensions hold the weights of several experts."""
+    key = "model.decoder.layers.0.mlp.experts.linear_fc2.weight"
+    with CheckpointWriter(tmp_path / "ours", 1) as writer:
+        writer.add_tensor(key, torch.ones(3, 2))
+        writer.publish()
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "theirs"))
+    assert torch.equal(found[key.replace("model.", "model.module.")], torch.ones(3, 2))
 
 
 def test_a_parameter_that_has_taken_no_step_has_no_states(tmp_path: Path) -> None:

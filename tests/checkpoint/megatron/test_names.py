@@ -7,6 +7,8 @@ import pytest
 from megafsdp.checkpoint.megatron.names import (
     TheirKey,
     TheirNames,
+    group_member,
+    group_members,
     joined_parts,
     place_in_stack,
     read_key,
@@ -29,6 +31,10 @@ _NAMES = frozenset(
         "decoder.layers.5.self_attention.linear_q_up_proj.weight",
         "decoder.layers.5.self_attention.q_layernorm.weight",
         "decoder.layers.6.self_attention.q_layernorm.weight",
+        "decoder.layers.7.input_layernorm.weight",
+        "decoder.layers.7.self_attention.linear_qkv_down_proj.weight",
+        "decoder.layers.7.self_attention.kv_layernorm.weight",
+        "decoder.layers.7.self_attention.linear_kv_up_proj.weight",
         "mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight",
         "embedding.word_embeddings.weight",
     }
@@ -68,6 +74,14 @@ def test_every_name_comes_back(name: str, precision: str, impl: str) -> None:
             "decoder.layers.5.self_attention.q_layernorm.weight",
             "decoder.layers.5.self_attention.linear_q_up_proj.layer_norm_weight",
         ),
+        (
+            "decoder.layers.7.self_attention.kv_layernorm.weight",
+            "decoder.layers.7.self_attention.linear_kv_up_proj.layer_norm_weight",
+        ),
+        (
+            "decoder.layers.7.input_layernorm.weight",
+            "decoder.layers.7.self_attention.linear_qkv_down_proj.layer_norm_weight",
+        ),
         # The norm of single heads stays a layer of its own.
         (
             "decoder.layers.6.self_attention.q_layernorm.weight",
@@ -102,6 +116,7 @@ def test_groups_name_the_inner_layer_as_the_module_does() -> None:
         ("rng_state.(0, 0).0.np_rng_state", "common"),
         ("opt_param_scheduler.max_lr", "common"),
         ("model.module.decoder.layers.0.mlp.linear_fc1._extra_state", "dropped"),
+        ("model.module.decoder.layers.0.mlp.linear_fc1._extra_state.recipe", "dropped"),
         ("rerun_state_machine.mode", "dropped"),
         ("model0.module.decoder.final_layernorm.weight", None),
         ("optimizer.param_groups.0.lr", "numbered"),
@@ -114,6 +129,16 @@ def test_other_keys_are_told_apart(key: str, kind: str | None) -> None:
     """Common values, what is dropped, and what is unknown."""
     found = read_key(key)
     assert (found.kind if found else None) == kind
+
+
+def test_a_name_for_all_experts_stands_for_each_and_for_nothing_else() -> None:
+    """Modules within an expert, and experts of other layers, have names of their own."""
+    at = "a.experts.local_experts"
+    names = [f"{at}.{end}" for end in ("0.fc.weight", "12.fc.weight", "0.inner.fc.weight")]
+    names.append("b.experts.local_experts.0.fc.weight")
+    assert group_member(names[1]) == f"{at}.*.fc.weight"
+    assert group_members(f"{at}.*.fc.weight", names) == names[:2]
+    assert group_members("a.b", names) == ["a.b"]
 
 
 def test_parts_are_found_in_their_order() -> None:

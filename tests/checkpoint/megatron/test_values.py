@@ -15,6 +15,7 @@ from megafsdp.checkpoint.megatron.values import (
     our_rng_states,
     our_schedule,
     plain_args,
+    query_groups,
     their_group,
     their_rng_state,
     their_schedule,
@@ -69,6 +70,7 @@ def test_a_schedule_gives_the_same_rates(style: str) -> None:
     [
         toy.SCHEDULE | {"lr_decay_style": "inverse-square-root"},
         toy.SCHEDULE | {"lr_decay_style": "WSD"},
+        toy.SCHEDULE | {"lr_warmup_steps": None},
         {"max_lr": 1.0},
         {},
     ],
@@ -76,6 +78,46 @@ def test_a_schedule_gives_the_same_rates(style: str) -> None:
 def test_a_schedule_without_a_counterpart_is_none(fields: dict) -> None:
     """Another kind, a WSD schedule whose decay the arguments do not tell, a part of one."""
     assert our_schedule(fields, {}) is None
+
+
+def test_a_warmup_of_the_whole_run_leaves_no_decay() -> None:
+    """The rate stays at its peak or falls at once; no length is below 0."""
+    state = our_schedule(toy.SCHEDULE | {"lr_decay_steps": 2}, {})
+    assert state is not None
+    assert (state["decay_samples"], state["decay_start"], state["warmup_samples"]) == (0, 2, 4)
+
+
+@pytest.mark.parametrize("name", ["wsd_decay_steps", "lr_wsd_decay_samples"])
+def test_either_count_of_samples_is_the_length_of_a_decay(name: str) -> None:
+    """A schedule's and an argument's; the iterations count only without them."""
+    fields = toy.SCHEDULE | {"lr_decay_style": "WSD"}
+    state = our_schedule(fields, _ARGS | {name: 10})
+    assert state is not None and (state["decay_samples"], state["decay_start"]) == (10, 30)
+
+
+def test_a_linear_decay_after_a_plateau_is_one_of_wsd() -> None:
+    """Megatron-LM's linear schedule has no plateau."""
+    state = our_schedule(toy.SCHEDULE | {"lr_decay_style": "linear"}, {})
+    assert state is not None
+    for start, style in ((4, "linear"), (5, "WSD")):
+        fields, args = their_schedule(state | {"decay_start": start}, [], num_samples=0)
+        assert fields["lr_decay_style"] == style
+        assert args.get("lr_wsd_decay_style") == (None if style == "linear" else "linear")
+
+
+def test_query_groups_are_those_of_the_arguments() -> None:
+    """The number of groups counts only if heads share them; a width may follow from the others."""
+    args = {"num_attention_heads": 4, "num_query_groups": 1, "hidden_size": 16}
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    for shares, rows, sizes, groups in ((False, 48, (4, 4, 4), 4), (True, 24, (16, 4, 4), 1)):
+        found = query_groups(name, (rows, 16), args | {"group_query_attention": shares})
+        assert found is not None and (found.sizes, found.num_groups) == (sizes, groups)
+        gated = args | {"group_query_attention": shares, "attention_output_gate": True}
+        assert query_groups(name, (rows, 16), gated) is None
+        found = query_groups(name, (rows + 16, 16), gated)
+        assert found is not None and found.sizes == (sizes[0], *sizes)
+    assert query_groups(name.replace("qkv", "proj"), (48, 16), args) is None
+    assert query_groups(name, (48, 16), {}) is None
 
 
 def test_without_a_schedule_the_rate_of_the_groups_stays() -> None:
@@ -116,6 +158,8 @@ def test_a_group_gets_the_fields_by_which_megatron_tells_groups_apart() -> None:
         "max_lr": 1.0,
         "min_lr": 0.1,
     }
+    decays = their_group(group | {"weight_decay": torch.tensor(0.5)}, toy.SCHEDULE)
+    assert type(decays["weight_decay"]) is float and decays["wd_mult"] == 1.0
     stale = their_group(group | {"lr_mult": 2.0}, toy.SCHEDULE)
     assert stale["lr_mult"] == 3.0, "the multiplier that counts here"
     kept = their_group(group | {"is_expert_parallel": True, "max_lr": 7.0}, toy.SCHEDULE)
@@ -151,9 +195,11 @@ def test_random_states_draw_the_same_numbers() -> None:
 
 def test_random_states_of_other_cells_are_named() -> None:
     """Of pipeline and tensor parallel ranks only the first cell has a counterpart."""
-    stored = [(f"rng_state.(0, {cell})", [toy.rng(cell)]) for cell in range(2)]
+    cells = ("(0, 0)", "(0, 1)", "(1, 0)")
+    stored = [(f"rng_state.{cell}", [toy.rng(seed)]) for seed, cell in enumerate(cells)]
     states, unused = our_rng_states(stored)
-    assert len(states) == 1 and unused == ["rng_state.(0, 1)"]
+    assert len(states) == 1 and unused == ["rng_state.(0, 1)", "rng_state.(1, 0)"]
+    assert torch.equal(states[0]["torch"], toy.rng(0)["torch_rng_state"])
     assert torch.equal(states[0]["trackers"]["model-parallel-rng"], torch.arange(8).byte())
     with pytest.raises(CheckpointError, match=r"np_rng_state"):
         our_rng_states([("rng_state.(0, 0).0.random_rng_state", (3, (1, 2), None))])
