@@ -170,7 +170,7 @@ def prepare(target: Path) -> Path:
     Raises:
         CheckpointError: The target exists and is not empty.
     """
-    target = target.resolve()
+    target = _named(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError.expected(
             "a directory that does not exist or is empty",
@@ -183,6 +183,13 @@ def prepare(target: Path) -> Path:
     temporary = on_disk.temporary_beside(target)
     temporary.mkdir()
     return temporary
+
+
+def _named(target: Path) -> Path:
+    """Return the directory that a path names, if the path itself cannot be renamed to."""
+    # Other paths stay as they are: the hosts of other ranks may mount what is above elsewhere.
+    is_other = target.is_symlink() or target.name in ("", "..")
+    return target.resolve() if is_other else target
 
 
 @torch.no_grad()
@@ -258,8 +265,7 @@ def publish(
         for path in temporary.rglob("*"):
             (on_disk.sync_directory if path.is_dir() else on_disk.sync_file)(path)
     on_disk.sync_directory(temporary)
-    # A link cannot be replaced by a directory.
-    final = target.resolve()
+    final = _named(target)
     temporary.rename(final)
     on_disk.sync_directory(final.parent)
     return target

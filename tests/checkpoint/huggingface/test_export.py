@@ -466,6 +466,22 @@ def test_the_memory_asked_for_is_the_memory_used(
         assert 0 < used <= asked
 
 
+def _asked_of_this_rank() -> tuple[list[int], int, int]:
+    tensor = next(iter(hub_state(sharded(our_model("llama"))).tensors.values()))
+    asked = [
+        hf.nbytes_to_gather(0, tensor, dtype, is_rank_zeros=False)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    return asked, tensor.numel(), tensor.to_local().numel()
+
+
+def test_ranks_that_do_not_write_need_no_memory(ranks: Ranks) -> None:
+    """They send what they have, or a copy of it in another dtype."""
+    writer, other = ranks(2).run(_asked_of_this_rank)
+    assert writer[0] == [4 * writer[1], 2 * writer[1] + 2 * writer[2]]
+    assert other[0] == [0, 2 * other[2]]
+
+
 def _interrupted(*unused: object) -> None:
     raise KeyboardInterrupt
 
