@@ -58,6 +58,11 @@ def test_a_run_that_goes_on_counts_its_own_samples(tmp_path: Path) -> None:
     assert found["args"].consumed_train_samples == 40
     fields = {k: v for k, v in toy.SCHEDULE.items() if k != "num_steps"}
     assert {name: found[f"opt_param_scheduler.{name}"] for name in fields} == fields
+    # A caller that counts no samples leaves those of the job.
+    del extra["run"]
+    save(tmp_path / "ours", step=6, model=toy.build("qwen3", 0), extra=extra)
+    found = toy.read(to_megatron(tmp_path / "ours", tmp_path / "back"))
+    assert found["opt_param_scheduler.num_steps"] == 16
 
 
 @pytest.mark.parametrize(
