@@ -141,7 +141,7 @@ class Entry:
         If the stored tensors have several dtypes, it has one that holds all of them.
         """
         parts = [t.T for t in theirs] if self.is_transposed else theirs
-        if self.matrix[0] == self.runs[0].num_rows == parts[0].shape[0]:
+        if self.matrix[0] == self.runs[0].num_rows:
             return parts[0].contiguous().view(self.shape)
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         ours = parts[0].new_zeros(self.matrix, dtype=dtype)

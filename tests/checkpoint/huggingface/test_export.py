@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import nn
 from megafsdp import checkpoint, fully_shard_model
 from megafsdp.checkpoint.huggingface import export as hf
 from megafsdp.checkpoint.huggingface import output
+from megafsdp.checkpoint.huggingface.mapping import Entry
 from megafsdp.checkpoint.huggingface.output import prepare
 from megafsdp.checkpoint.huggingface.plan import (
     architecture_of,
@@ -480,6 +482,25 @@ def test_ranks_that_do_not_write_need_no_memory(ranks: Ranks) -> None:
     writer, other = ranks(2).run(_asked_of_this_rank)
     assert writer[0] == [4 * writer[1], 2 * writer[1] + 2 * writer[2]]
     assert other[0] == [0, 2 * other[2]]
+
+
+def test_a_gathered_tensor_is_gone_before_the_next_one_is_gathered(tmp_path: Path) -> None:
+    """Of one that is stored transposed, only what goes to the file is kept."""
+    model = our_model("gpt2")
+    tensors = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+    fields = their_config("gpt2").to_dict()
+    export = output.plan_export(tensors, fields, dtype=None, max_shard_nbytes=10**9)
+    gathered: list[weakref.ref[torch.Tensor]] = []
+
+    def gather(_: int, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        assert all(reference() is None for reference in gathered)
+        tensor = model.get_parameter(entry.ours).detach().clone()
+        if entry.is_transposed:
+            gathered.append(weakref.ref(tensor))
+        return tensor
+
+    assert output.write_files(export, tmp_path, gather) is None
+    assert len(gathered) == 8
 
 
 def _interrupted(*unused: object) -> None:
