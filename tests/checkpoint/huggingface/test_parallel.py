@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -9,11 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from megafsdp import checkpoint, full_state_dict, fully_shard_model
 from megafsdp.checkpoint.huggingface import export
+from megafsdp.checkpoint.huggingface.plan import hub_state
 from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
 from megafsdp.errors import CheckpointError
+from megafsdp.mesh.annotation import ExpertRange, annotate
 from megafsdp.mesh.parallel_dims import ParallelDims
 from megafsdp.models import LanguageModel, build_model, unit_classes
 from megafsdp.parallel import parallelize
@@ -172,6 +176,16 @@ def test_packed_experts_of_another_layout_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.import_hf(model, tmp_path)
     assert f"'{name}' of shape (4, 48, 40) instead of (4, 40, 48)" in str(caught.value)
+
+
+def test_some_experts_of_a_layer_go_by_a_checkpoint() -> None:
+    """The files of a rank that has no others would look like those of a smaller model."""
+    for count in (1, 2):
+        stack = nn.ParameterDict({"weight": torch.ones(count, 3)})
+        annotate(stack["weight"], experts=ExpertRange(0, count, 2))
+        refusal = pytest.raises(NotImplementedError, match=r"got 1 of 2 experts.*'weight'.*Go by a")
+        with refusal if count == 1 else contextlib.nullcontext():
+            assert hub_state(stack).shapes == {"weight": (2, 3)}
 
 
 @pytest.mark.parametrize(
