@@ -16,7 +16,7 @@ from megafsdp.checkpoint.huggingface.output import (
     publish,
     write_files,
 )
-from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader
+from megafsdp.checkpoint.huggingface.safetensors_files import SafetensorsReader, write_file
 from megafsdp.errors import CheckpointError
 
 _DTYPES = (
@@ -82,6 +82,12 @@ def test_two_files_have_an_index(tmp_path: Path, num_files: int) -> None:
     target = publish(prepare(tmp_path / "exported"), tmp_path / "exported", export)
     assert len(export.files) == num_files
     assert (target / "model.safetensors.index.json").exists() == (num_files == 2)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """As for any other file, for a caller who looks for a full disk."""
+    with pytest.raises(OSError, match="No such file"):
+        write_file(tmp_path / "nowhere" / "model.safetensors", {"t": torch.ones(2)})
 
 
 def test_a_dtype_without_a_name_is_refused() -> None:
