@@ -367,15 +367,23 @@ def test_fractions_are_not_cut_off(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, bias=False)
     model.register_buffer("codes", torch.tensor([3, 4], dtype=torch.int8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_file({"weight": torch.ones(2, 2), "codes": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'codes' of F32 for torch\.int8"):
-        checkpoint.import_hf(model, tmp_path)
+    for dtype, name in ((torch.float32, "F32"), (torch.bfloat16, "BF16")):
+        stored = {"weight": torch.ones(2, 2), "codes": torch.ones(2, dtype=dtype)}
+        save_file(stored, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"'codes' of {name} for torch\.int8"):
+            checkpoint.import_hf(model, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     stored = {"weight": torch.ones(2, 2, dtype=torch.int8), "codes": torch.ones(2).to(torch.int32)}
     save_file(stored, tmp_path / "model.safetensors")
     checkpoint.import_hf(model, tmp_path)
     assert torch.equal(model.weight, torch.ones(2, 2))
     assert torch.equal(model.codes, torch.ones(2, dtype=torch.int8))
+    model.codes = torch.zeros(2, dtype=torch.complex64)
+    checkpoint.import_hf(model, tmp_path)
+    assert torch.equal(model.codes, torch.ones(2, dtype=torch.complex64))
+    save_file(stored | {"codes": torch.ones(2) / 2}, tmp_path / "model.safetensors")
+    checkpoint.import_hf(model, tmp_path)
+    assert torch.equal(model.codes, torch.full((2,), 0.5, dtype=torch.complex64))
 
 
 def test_tied_tensors_without_dimensions_are_compared(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def _from_job(root: Path, architecture: str) -> Path:
 
 def test_states_that_are_no_tensors_go_both_ways_beside_fused_parameters(tmp_path: Path) -> None:
     """Each part has them, in a stack of experts too."""
-    state = toy.their_state(*toy.trained("qwen3_next"), "qwen3_next")
+    state = toy.their_state(*toy.trained("qwen3_next"), "qwen3_next", has_step_in_group=False)
     for states in state["optimizer"]["state"].values():
-        states["mode"] = "slow"
+        states |= {"mode": "slow", "step": 2}
     toy.save(state, tmp_path / "theirs")
     from_megatron(tmp_path / "theirs", tmp_path / "ours")
     with CheckpointReader(tmp_path / "ours") as reader:
@@ -38,6 +38,7 @@ def test_states_that_are_no_tensors_go_both_ways_beside_fused_parameters(tmp_pat
             at = f"optimizer.state.decoder.layers.1.mlp.experts.linear_fc1.weight{part}"
             assert reader.object(f"{at}.mode") == "slow"
             assert f"{at}.exp_avg" in reader.manifest.tensors
+            assert torch.equal(reader.tensor(f"{at.removesuffix(part)}.step"), torch.tensor(2.0))
         assert not any(key.endswith(".mode") for key in reader.fused)
     to_megatron(tmp_path / "ours", tmp_path / "back")
     found, was = (
