@@ -468,6 +468,15 @@ def test_the_memory_asked_for_is_the_memory_used(
         assert 0 < used <= asked
 
 
+def _asked_for_a_buffer() -> list[int]:
+    buffer, dtype = torch.ones(5), torch.float32
+    return [
+        hf.nbytes_to_gather(writer, buffer, dtype, is_rank_zeros=is_rank_zeros)
+        for writer in range(2)
+        for is_rank_zeros in (True, False)
+    ]
+
+
 def _asked_of_this_rank() -> tuple[list[int], int, int]:
     tensor = next(iter(hub_state(sharded(our_model("llama"))).tensors.values()))
     asked = [
@@ -482,6 +491,8 @@ def test_ranks_that_do_not_write_need_no_memory(ranks: Ranks) -> None:
     writer, other = ranks(2).run(_asked_of_this_rank)
     assert writer[0] == [4 * writer[1], 2 * writer[1] + 2 * writer[2]]
     assert other[0] == [0, 2 * other[2]]
+    # Only a rank that writes the buffer of another one receives it.
+    assert ranks(2).run(_asked_for_a_buffer) == [[0, 0, 0, 0], [0, 0, 20, 0]]
 
 
 def test_a_gathered_tensor_is_gone_before_the_next_one_is_gathered(tmp_path: Path) -> None:
