@@ -300,6 +300,19 @@ def test_checkpoints_load_whatever_the_shards(ranks: Ranks, tmp_path: Path) -> N
     ranks(3).run(_checkpoints, str(tmp_path))
 
 
+def _undivided() -> None:
+    model = megafsdp.fully_shard(Odd(), strategy="no_shard", even_shards=True)
+    (group,) = model._fsdp_unit().groups
+    assert len(group.layout.sub_buffers) == 1
+    model(_batch()).backward()
+    assert all(p.grad.placements == (Replicate(),) for p in model.parameters())
+
+
+def test_what_is_not_divided_has_one_buffer(ranks: Ranks) -> None:
+    """Even shards would only add collectives."""
+    ranks(2).run(_undivided)
+
+
 def _refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     policy = megafsdp.MixedPrecisionPolicy(recipe="fp8_current")

@@ -44,8 +44,6 @@ def _sharded(options: dict[str, object], form: str = "joined") -> Net:
         net = shard(Net(num_blocks=1), **options, even_shards=form == "even")
     groups = [g for unit in units_below([net]).values() for g in unit.groups]
     most = {"joined": 1, "apart": 3, "even": max(len(g.parameters) for g in groups)}[form]
-    # What is not divided is not cut.
-    most = 1 if form == "even" and options.get("strategy") == "no_shard" else most
     assert max(len(g.layout.sub_buffers) for g in groups) == most
     return net
 
