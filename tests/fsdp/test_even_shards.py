@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,6 +24,9 @@ import megafsdp
 from megafsdp import FusedAdam, checkpoint
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.mesh.dtensor import are_placements_exact
+from megafsdp.mesh.fused_parts import gate_and_up
+from megafsdp.mesh.model_part import part_of
 from tests.buffer.dtensor.emulation import torch_2_11
 from tests.ranks import Ranks
 
@@ -133,6 +136,9 @@ def _beside_tensor_parallelism() -> None:
     assert not odd.weight.uneven_layout.is_even
     with pytest.raises(NotImplementedError, match="'transpose'"):
         odd.weight.detach() @ odd.weight.detach().mT
+    # Nor do they of fused tensors, each of which is cut by itself.
+    assert are_placements_exact(part_of((8, 4), 0, 2, 0), 2)
+    assert not are_placements_exact(part_of((8, 4), 0, 2, 0, gate_and_up(4)), 2)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -155,8 +161,25 @@ def _operations() -> None:
     with torch.no_grad():
         assert p.add_(chunk) is p
         assert torch.equal(p.full_tensor(), 2 * whole)
-        p.copy_(chunk)
+        # Local: ranks may come one after another.
+        for rank in range(dist.get_world_size()):
+            if rank == dist.get_rank():
+                p.copy_(chunk)
+            dist.barrier()
     assert torch.equal(p.full_tensor(), whole)
+    # A row is an alias on the rank that has it, with rows of another layout.
+    assert not rows[2].uneven_layout.is_even
+    # Operands with other rows are moved by torch, if it knows which.
+    column = distribute_tensor(whole[0], p.device_mesh, [Shard(0)])
+    torch.testing.assert_close((rows * column).full_tensor(), whole * whole[0])
+    backwards = DeviceMesh("cpu", p.device_mesh.mesh.flip(0))
+    with pytest.raises(RuntimeError, match="mesh"), torch.no_grad():
+        p.add_(distribute_tensor(whole, backwards, [Shard(0)], src_data_rank=None))
+    uneven = nn.Linear(WIDTH, 7)
+    megafsdp.fully_shard(uneven)
+    assert uneven.weight.placements == p.placements
+    with pytest.raises(ValueError, match="operands cut like the first"):
+        rows + uneven.weight.detach()
     replicated = distribute_tensor(whole, p.device_mesh, [Replicate()])
     assert torch.equal((rows + replicated).full_tensor(), 2 * whole)
     # A loss of the parameter itself.
@@ -181,6 +204,7 @@ def _emulated() -> None:
     whole = p.full_tensor().detach()
     with torch_2_11():
         found = (p @ p.mT).full_tensor()
+        assert torch.equal((2 * p).full_tensor(), 2 * whole)
         with torch.no_grad():
             assert torch.equal((2 * p).full_tensor(), 2 * whole)
             assert torch.equal(p[2:5].full_tensor(), whole[2:5])
@@ -194,9 +218,9 @@ def test_operations_are_those_of_torch_with_2_11_too(ranks: Ranks) -> None:
 
 
 def _pickles() -> None:
-    model = nn.Linear(WIDTH, 7)
+    model = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(100, 100))
     megafsdp.fully_shard(model, even_shards=True)
-    for tensor in (model.weight, model.weight.detach()):
+    for tensor in (model[0].weight, model[0].weight.detach()):
         file = io.BytesIO()
         torch.save(tensor, file)
         # The rows of one parameter, not those of the whole buffer.
@@ -265,7 +289,7 @@ def _steps(kind: str) -> None:
     wanted = _stepped(make, fully_shard)
     found = _stepped(make, lambda model: megafsdp.fully_shard(model, even_shards=True))
     _assert_same_rows(wanted, found)
-    with pytest.raises(NotImplementedError, match="even_shards=True"):
+    with pytest.raises(NotImplementedError, match=r"its first step, .*even_shards=True"):
         _stepped(make, megafsdp.fully_shard)
 
 

@@ -347,6 +347,15 @@ def _different_states() -> None:
             with pytest.raises(ValueError, match=r"same random state.*torch\.manual_seed"):
                 draw(model.matrix)
         assert model.matrix.detach().full_tensor().eq(1).all()
+        # A given generator is the one that counts.
+        for draw in (nn.init.normal_, nn.init.trunc_normal_):
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            with pytest.raises(ValueError, match=r"same random state.*of the generator"):
+                draw(model.matrix, generator=generator)
+            draw(model.matrix, generator=generator.manual_seed(SEED))
+            wanted = torch.empty(model.matrix.shape)
+            draw(wanted, generator=generator.manual_seed(SEED))
+            assert torch.equal(model.matrix.detach().full_tensor(), wanted)
 
 
 def test_replicas_are_never_drawn_differently(ranks: Ranks) -> None:

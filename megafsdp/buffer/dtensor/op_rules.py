@@ -181,14 +181,7 @@ def run_as_torch(
     # All ranks decide alike: layouts are the same everywhere but for the shard.
     if not all(leaf._uneven_layout.is_even for leaf in leaves):
         refuse(name, args, kwargs)
-    result = _reduce(func, name, args, kwargs)
-    # An in-place operation returns its operand, which must stay the object that the caller has.
-    same = (leaf for leaf in leaves if isinstance(result, DTensor) and _are_one(leaf, result))
-    return next(same, result)
-
-
-def _are_one(first: DTensor, second: DTensor) -> bool:
-    return local_of(first) is local_of(second) and first.placements == second.placements
+    return _reduce(func, name, args, kwargs)
 
 
 def _alias(
@@ -350,7 +343,8 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if not lists or not _are_cut_alike(lists):
         everything = [leaves_of((*args, *kwargs.values()))]
         for operands in zip(*lists, strict=False) if lists else everything:
-            _check_operands(func, operands)
+            if not _are_operands_alike(func, operands):
+                return run_as_torch(func, str(func), args, kwargs)
     local_args, local_kwargs = map_operands(_local_operand, args, kwargs)
     result = func(*local_args, **local_kwargs)
     count_writes(func, local_args, local_kwargs)
@@ -457,6 +451,13 @@ def _are_cut_alike(lists: Sequence[Sequence[object]]) -> bool:
     )
 
 
+def _is_movable(tensor: torch.Tensor) -> bool:
+    """Return whether torch knows the rows of a DTensor, so that it can redistribute it."""
+    if isinstance(tensor, RowShardedDTensor):
+        return tensor._uneven_layout.is_even
+    return isinstance(tensor, DTensor)
+
+
 def is_even_chunk(operand: object, like: RowShardedDTensor) -> bool:
     """Return whether torch has cut an operand as an evenly cut tensor is."""
     # Of equal shape: rows of a tensor that is broadcast would meet other rows.
@@ -470,11 +471,15 @@ def is_even_chunk(operand: object, like: RowShardedDTensor) -> bool:
     )
 
 
-def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> None:
-    """Refuse to mix tensors that are cut differently, or a shard with a full tensor."""
+def _are_operands_alike(func: Callable[..., Any], operands: Sequence[object]) -> bool:
+    """Return whether operands have the same rows; False for DTensors that torch can move.
+
+    Raises:
+        ValueError: Tensors that are cut differently are mixed, or a shard with a full tensor.
+    """
     sharded = [o for o in operands if isinstance(o, RowShardedDTensor)]
     if not sharded:
-        return
+        return True
     # Tensors of equal local shape may be different rows: a kernel would pair them silently.
     layout = sharded[0]._uneven_layout
     for operand in operands:
@@ -484,6 +489,8 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
             operand._uneven_layout is layout or operand._uneven_layout == layout
         )
         is_cut_alike = is_cut_alike or is_even_chunk(operand, sharded[0])
+        if not is_cut_alike and _is_movable(operand) and all(map(_is_movable, sharded)):
+            return False
         if not is_cut_alike:
             # With a graph it is an activation that meets a weight: optimizers make no graph.
             is_forward = torch.is_grad_enabled() and isinstance(sharded[0], nn.Parameter)
@@ -496,6 +503,7 @@ def _check_operands(func: Callable[..., Any], operands: Sequence[object]) -> Non
                     hint=cure_of("operands of a forward" if is_forward else "operands"),
                 )
             )
+    return True
 
 
 def refuse(
