@@ -181,7 +181,7 @@ def run_as_torch(
     # All ranks decide alike: layouts are the same everywhere but for the shard.
     if not all(leaf._uneven_layout.is_even for leaf in leaves):
         refuse(name, args, kwargs)
-    return _reduce(func, name, args, kwargs)
+    return _through_dtensor(func, name, args, kwargs)
 
 
 def _alias(
@@ -193,10 +193,10 @@ def _alias(
     return type(source).wrap(local_of(source), spec_of(source), source._uneven_layout)
 
 
-def _reduce(
+def _through_dtensor(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a reduction through DTensor, which combines it over ranks at once."""
+    """Run an operation through DTensor, which combines values over ranks at once."""
     args, kwargs = map_operands(as_plain_dtensor, args, kwargs)
     result = func(*args, **kwargs)
     count_writes(func, args, kwargs)
@@ -213,7 +213,7 @@ def _equal(
     cuts = [isinstance(a, RowShardedDTensor) and (a.device_mesh, a._uneven_layout) for a in args]
     # DTensor compares the shards, which means nothing if the cuts differ.
     if cuts[0] == cuts[1]:
-        return bool(_reduce(func, name, args, kwargs))
+        return bool(_through_dtensor(func, name, args, kwargs))
     with torch.no_grad():
         return torch.equal(*(a.full_tensor() if isinstance(a, DTensor) else a for a in args))
 
@@ -319,7 +319,7 @@ def _select_row(
 _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(DRAWS, _draw),
-    **dict.fromkeys(REDUCTIONS, _reduce),
+    **dict.fromkeys(REDUCTIONS, _through_dtensor),
     "equal": _equal,
     **dict.fromkeys(ALIASES, _alias),
     UNSCALE: _unscale,
