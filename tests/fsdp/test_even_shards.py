@@ -180,6 +180,8 @@ def _operations() -> None:
     assert uneven.weight.placements == p.placements
     with pytest.raises(ValueError, match="operands cut like the first"):
         rows + uneven.weight.detach()
+    with pytest.raises(ValueError, match="operands cut like the first"):
+        rows + whole
     replicated = distribute_tensor(whole, p.device_mesh, [Replicate()])
     assert torch.equal((rows + replicated).full_tensor(), 2 * whole)
     # A loss of the parameter itself.
@@ -205,6 +207,7 @@ def _emulated() -> None:
     with torch_2_11():
         found = (p @ p.mT).full_tensor()
         assert torch.equal((2 * p).full_tensor(), 2 * whole)
+        assert torch.equal(p.to_local(), p.local)
         with torch.no_grad():
             assert torch.equal((2 * p).full_tensor(), 2 * whole)
             assert torch.equal(p[2:5].full_tensor(), whole[2:5])

@@ -249,9 +249,10 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows, differentiably; their gradient is cut like the tensor.
 
         Raises:
-            NotImplementedError: A gradient would flow back under torch 2.11, which loses its cuts.
+            NotImplementedError: A gradient would flow back under torch 2.11, which loses uneven cuts.
         """
-        if IS_DISPATCH_BYPASSED and self.requires_grad and torch.is_grad_enabled():
+        is_watched = self.requires_grad and torch.is_grad_enabled()
+        if IS_DISPATCH_BYPASSED and is_watched and not self._uneven_layout.is_even:
             refuse("to_local within autograd", [self], hint=cure_of("within autograd"))
         wait_for_writer(self._local_tensor)
         return _LocalRows.apply(self)

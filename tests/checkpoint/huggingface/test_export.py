@@ -483,7 +483,7 @@ def _asked_of_this_rank() -> tuple[list[int], int, int]:
         hf.nbytes_to_gather(0, tensor, dtype, is_rank_zeros=False)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    return asked, tensor.numel(), tensor.to_local().numel()
+    return asked, tensor.numel(), tensor.detach().to_local().numel()
 
 
 def test_ranks_that_do_not_write_need_no_memory(ranks: Ranks) -> None:
