@@ -249,7 +249,8 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows, differentiably; their gradient is cut like the tensor.
 
         Raises:
-            NotImplementedError: A gradient would flow back under torch 2.11, which loses uneven cuts.
+            NotImplementedError: A gradient of uneven rows would flow back under torch 2.11, which loses
+                their cuts.
         """
         is_watched = self.requires_grad and torch.is_grad_enabled()
         if IS_DISPATCH_BYPASSED and is_watched and not self._uneven_layout.is_even:
