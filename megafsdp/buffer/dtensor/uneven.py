@@ -249,8 +249,7 @@ class UnevenDTensor(RowShardedDTensor):
         """Return this rank's rows, differentiably; their gradient is cut like the tensor.
 
         Raises:
-            NotImplementedError: A gradient of uneven rows would flow back under torch 2.11, which loses
-                their cuts.
+            NotImplementedError: Under torch 2.11 a gradient of uneven rows would lose its cuts.
         """
         is_watched = self.requires_grad and torch.is_grad_enabled()
         if IS_DISPATCH_BYPASSED and is_watched and not self._uneven_layout.is_even:
