@@ -561,7 +561,9 @@ if mode == "handle":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 checkpoint.async_save(os.path.join(sys.argv[1], mode), step=7, model=torch.nn.Linear(3, 3))
 if mode in ("sleep", "handle"):
-    time.sleep(60)
+    # In pieces: a signal that arrives just before a sleep is noticed after it.
+    for _ in range(600):
+        time.sleep(0.1)
 """
 
 
