@@ -142,17 +142,6 @@ class DBuffer:
         for gap in self.gaps:
             gap.zero_()
 
-    def zero_between_pieces(self) -> None:
-        """Zero the gaps between sub-buffers, which no collective writes."""
-        is_shard = self.residence is Residence.SHARD
-        factor = 1 if is_shard else self.layout.num_shards
-        for sub in self.layout.sub_buffers:
-            if sub.gap_numel:
-                start = sub.local_offset if is_shard else sub.gathered_offset
-                # Views of whole buffers and shards have the gap in different places.
-                start += factor * sub.shard_numel
-                self.flat.narrow(0, start, factor * sub.gap_numel).zero_()
-
 
 def gather_buffers(
     full: Sequence[DBuffer],

@@ -135,8 +135,11 @@ class GroupBuffers:
 
 
 def _with_zeros_between(buffer: DBuffer) -> DBuffer:
-    # Norms and fused steps read the whole of it.
-    buffer.zero_between_pieces()
+    # No collective writes between sub-buffers, but norms and fused steps read all of a shard. Whole
+    # buffers of addends are zeroed when gradients are packed.
+    is_shard = buffer.residence is Residence.SHARD
+    if is_shard and any(sub.gap_numel for sub in buffer.layout.sub_buffers):
+        buffer.zero_gaps()
     return buffer
 
 
