@@ -22,11 +22,16 @@ from torch import nn
 from torch._ops import (
     OpOverload as OpOverload,  # The type of operators; public: none; 2.11 to 2.15.
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound=torch.Tensor)
+
+# torch 2.11 handles subclasses of DTensor below __torch_dispatch__; with it our rules for them
+# apply one level higher, to functions by name, and no graph has them.
+IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
 
 # Versions are read for each parameter in every step; attrgetter costs half of a Python function.
 _read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -323,6 +328,14 @@ def _skip(function: Callable[..., object], action_on_calls: Any) -> None:
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, action_on_calls)
     # For a wrapped function this is the code of the wrapper, which others may share.
     frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor only stands for one, without memory, while a graph is traced.
+
+    Public: none. 2.11 to 2.15.
+    """
+    return isinstance(tensor, FakeTensor)
 
 
 @untraced_frame

@@ -28,6 +28,7 @@ from megafsdp.buffer.comm.scaling import start_scaling, write_scaled
 from megafsdp.buffer.comm.trace import CollectiveRecord as CollectiveRecord
 from megafsdp.buffer.comm.trace import record_collectives as record_collectives
 from megafsdp.device.profiling import profiler_range
+from megafsdp.device.torch_private import is_fake
 from megafsdp.errors import expected, listed
 from megafsdp.mesh.torch_private import coalesce_collectives
 
@@ -452,7 +453,20 @@ def start_all_reduce(
 
 
 def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> torch.Tensor:
-    """Gather equally long 1-D tensors and return them as ``(group.size(), numel)``."""
+    """Gather equally long 1-D tensors and return them as ``(group.size(), numel)``.
+
+    Raises:
+        NotImplementedError: ``torch.compile`` traces the caller; it runs eagerly then.
+    """
+    if is_fake(shard):
+        raise NotImplementedError(
+            expected(
+                "a tensor with memory",
+                "one that stands for others in a graph",
+                where=label,
+                hint="Leave out fullgraph=True",
+            )
+        )
     output = shard.new_empty(group.size() * shard.numel())
     all_gather([output], [shard.contiguous()], group=group, label=label).wait()
     return output.view(group.size(), shard.numel())

@@ -11,6 +11,8 @@ import traceback
 
 from torch.optim import Optimizer
 
+from megafsdp.device.torch_private import IS_DISPATCH_BYPASSED
+
 _WHOLE = "Call full_tensor() first, or work on .local, this rank's rows"
 _ELSEWHERE = "elsewhere call full_tensor() first, or work on .local, this rank's rows"
 _NOT_GATHERED = (
@@ -114,8 +116,11 @@ _OPTIMIZERS: dict[tuple[str, str], str] = {
     ("heavyball", ""): _ELEMENTWISE,
     ("came_pytorch", "CAME"): _LOW_PRECISION,
 }
-# Those that step even shards as they step FSDP2's.
-_STEP_EVEN_SHARDS = frozenset({("torch", "Muon"), ("torch", "LBFGS"), ("heavyball", "")})
+# Those that step even shards as they step FSDP2's. torchao's compiles the step of a parameter.
+_STEP_EVEN_SHARDS = frozenset(
+    {("torch", "Muon"), ("torch", "LBFGS"), ("heavyball", "")}
+    | (set() if IS_DISPATCH_BYPASSED else {("torchao", "")})
+)
 _OR_EVEN = "; or fully_shard(..., even_shards=True), for which it is right"
 
 

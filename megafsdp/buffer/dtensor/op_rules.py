@@ -42,7 +42,15 @@ from megafsdp.buffer.dtensor.random_values import (
     write_rows,
 )
 from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
+from megafsdp.buffer.dtensor.traced import (
+    TracedAsItself,
+    layout_of,
+    plain_spec,
+    remade,
+    spec_of_rows,
+)
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
+from megafsdp.device.torch_private import IS_DISPATCH_BYPASSED as IS_DISPATCH_BYPASSED
 from megafsdp.device.torch_private import (
     OpOverload,
     no_torch_function,
@@ -68,12 +76,9 @@ _LISTS_THAT_MIX = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 REDUCTIONS = frozenset({"equal", "_is_any_true", "_is_all_true"})
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 ALIASES = frozenset({"detach", "alias"})
-# torch 2.11 handles subclasses of DTensor below __torch_dispatch__; with it the same rules apply
-# one level higher, to functions by name.
-IS_DISPATCH_BYPASSED = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 12)
 
 
-class RowShardedDTensor(DTensor):
+class RowShardedDTensor(TracedAsItself):
     """A DTensor whose local tensor is any range of its rows, given by its layout."""
 
     _uneven_layout: UnevenLayout
@@ -81,7 +86,7 @@ class RowShardedDTensor(DTensor):
     @classmethod
     def wrap(cls: type[Self], local: torch.Tensor, spec: DTensorSpec, layout: UnevenLayout) -> Self:
         """Wrap a local tensor, keeping its dtype; outside autograd, no copy."""
-        result = make_dtensor(cls, local, _spec_with_dtype(spec, local.dtype))
+        result = make_dtensor(cls, local, spec_of_rows(spec, local.dtype, layout))
         result._uneven_layout = layout
         return result
 
@@ -100,6 +105,23 @@ class RowShardedDTensor(DTensor):
         """Run an operation on the local tensors, through DTensor, or refuse it."""
         return run_operator(func, args, kwargs or {})
 
+    @classmethod
+    def __tensor_unflatten__(
+        cls: type[Self],
+        inner: Mapping[str, Any],
+        description: tuple[Any, ...],
+        size: Sequence[int],
+        stride: Sequence[int],
+    ) -> Self:
+        """Make a tensor of other rows with the same cuts."""
+        plain = DTensor.__tensor_unflatten__(inner, description, size, stride)
+        if IS_DISPATCH_BYPASSED:
+            refuse("torch.compile", [plain], hint="Compile no function of parameters, or use 2.12")
+        layout = layout_of(description)
+        result = remade(cls, plain, spec_of_rows(spec_of(plain), plain.dtype, layout))
+        result._uneven_layout = layout
+        return result
+
 
 class YieldingClass(type(DTensor)):  # type: ignore[misc]
     """Metaclass of DTensors that leave operations to unevenly sharded operands, if there are any.
@@ -112,6 +134,10 @@ class YieldingClass(type(DTensor)):  # type: ignore[misc]
     def __subclasscheck__(cls, subclass: type) -> bool:
         """Return whether torch asks operands of ``subclass`` before those of this class."""
         return issubclass(subclass, RowShardedDTensor) or type.__subclasscheck__(cls, subclass)
+
+
+class ReplicatedDTensor(TracedAsItself, metaclass=YieldingClass):
+    """A DTensor of which every rank of the data axes has all rows."""
 
 
 def run_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -413,15 +439,6 @@ def _local_operand(value: object) -> object:
     return settled.full_tensor()
 
 
-def _spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    meta = spec.tensor_meta
-    assert meta is not None, "a DTensor has a global shape"
-    if meta.dtype == dtype:
-        return spec
-    meta = TensorMeta(meta.shape, meta.stride, dtype)
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-
-
 def _wrap_result(result: object, source: object) -> object:
     if not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
         return result
@@ -429,13 +446,14 @@ def _wrap_result(result: object, source: object) -> object:
         return result
     if isinstance(source, RowShardedDTensor):
         return type(source).wrap(result, spec_of(source), source._uneven_layout)
-    return make_dtensor(DTensor, result, _spec_with_dtype(spec_of(source), result.dtype))
+    return make_dtensor(DTensor, result, plain_spec(spec_of(source), result.dtype))
 
 
 def as_plain_dtensor(value: Any) -> Any:
     """Return a plain DTensor over the same rows, outside autograd; another value as it is."""
     if isinstance(value, RowShardedDTensor):
-        return DTensor(local_of(value), spec_of(value), requires_grad=value.requires_grad)
+        spec = plain_spec(spec_of(value), value.dtype)
+        return DTensor(local_of(value), spec, requires_grad=value.requires_grad)
     return value
 
 

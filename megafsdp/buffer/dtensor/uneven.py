@@ -39,8 +39,8 @@ from megafsdp.buffer.dtensor.cures import cure_of
 from megafsdp.buffer.dtensor.function_rules import rule_function
 from megafsdp.buffer.dtensor.op_rules import (
     IS_DISPATCH_BYPASSED,
+    ReplicatedDTensor,
     RowShardedDTensor,
-    YieldingClass,
     as_plain_dtensor,
     check_may_draw,
     refuse,
@@ -53,9 +53,11 @@ from megafsdp.buffer.dtensor.random_values import (
     write_rows,
 )
 from megafsdp.buffer.dtensor.safetensors_writes import check_writer
+from megafsdp.buffer.dtensor.traced import plain_spec, spec_of_rows
 from megafsdp.buffer.dtensor.uneven_layout import Region, UnevenLayout, whole
 from megafsdp.buffer.dtensor.unwritten import is_shown_as_meta, mark_written
 from megafsdp.device.autograd import check_has_no_graph
+from megafsdp.device.torch_private import untraced_hook
 from megafsdp.errors import expected
 from megafsdp.mesh.dtensor import cut_dim, group_of_axes, main_weight_placements, shard_axes
 from megafsdp.mesh.torch_private import (
@@ -91,7 +93,7 @@ FIXED_DATA = property(_outside_autograd, _refuse_other_memory)
 SHOWN_AS_META = property(is_shown_as_meta)
 
 
-class ReplicatedParameter(DrawsAsOneProcess, DTensor, metaclass=YieldingClass):
+class ReplicatedParameter(DrawsAsOneProcess, ReplicatedDTensor):  # type: ignore[metaclass]
     """A replicated parameter over a flat buffer; its operations give plain DTensors."""
 
     data = FIXED_DATA  # type: ignore[assignment]
@@ -257,6 +259,7 @@ class UnevenDTensor(RowShardedDTensor):
         wait_for_writer(self._local_tensor)
         return _LocalRows.apply(self)
 
+    @untraced_hook
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank; collective over the ranks that divide it.
 
@@ -352,7 +355,7 @@ class UnevenDTensor(RowShardedDTensor):
         """
         if self._uneven_layout.is_even:
             # A copy, or the file would have the whole flat buffer.
-            plain = make_dtensor(DTensor, self.local.clone(), self._spec)
+            plain = make_dtensor(DTensor, self.local.clone(), plain_spec(self._spec, self.dtype))
             if not isinstance(self, nn.Parameter):
                 return plain.__reduce_ex__(protocol)
             return nn.Parameter, (plain, self.requires_grad)
@@ -582,11 +585,10 @@ def wrapper_as(
         dtype: Dtype of the rows.
         device: Device of the rows.
     """
-    spec, empty = tensor._spec, torch.empty(0, dtype=dtype, device=device)
-    if tensor.dtype != dtype:
-        meta = TensorMeta(tensor.shape, tensor.stride(), dtype)
-        spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    empty = torch.empty(0, dtype=dtype, device=device)
     layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
+    spec = tensor._spec
+    spec = plain_spec(spec, dtype) if layout is None else spec_of_rows(spec, dtype, layout)
 
     def wrapper(rows: torch.Tensor) -> DTensor:
         result = make_dtensor(cls, rows, spec, empty)

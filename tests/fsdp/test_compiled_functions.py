@@ -1,0 +1,147 @@
+"""Functions of parameters, gradients and averages under ``torch.compile``, against eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from megafsdp import fully_shard
+from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor
+from tests.buffer.cuts import cut, whole_mesh
+from tests.ranks import Ranks
+
+pytestmark = [
+    # The tracer asks every input for .grad, and torch warns where it is not a leaf.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+TRACED = pytest.mark.skipif(IS_DISPATCH_BYPASSED, reason="torch 2.11 traces no rules of ours")
+UNEVEN: dict[str, object] = {"strategy": "optim_grads_params"}
+WAYS: list[dict[str, object]] = [UNEVEN, {"strategy": "no_shard"}, {"even_shards": True}]
+
+
+def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+def _average(averages: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    torch._foreach_lerp_(list(averages), list(parameters), 0.25)
+
+
+def _step(
+    parameter: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    momentum.lerp_(grad, 0.1)
+    parameter.sub_(momentum, alpha=0.5)
+    return momentum.square(), parameter
+
+
+def _net(options: dict[str, object]) -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(nn.Linear(5, 7), **options)
+
+
+def _trains(
+    options: dict[str, object], compile_: Callable[..., Callable[..., object]]
+) -> nn.Module:
+    net, batch = (
+        _net(options),
+        torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank())),
+    )
+    step, average = compile_(_step), compile_(_average)
+    momenta = [torch.zeros_like(p) for p in net.parameters()]
+    averages = [p.detach().clone() for p in net.parameters()]
+    for _ in range(2):
+        net.zero_grad()
+        net(batch).square().sum().backward()
+        with torch.no_grad():
+            for parameter, momentum in zip(net.parameters(), momenta, strict=True):
+                square, stepped = step(parameter, parameter.grad, momentum)
+                assert stepped is parameter
+                assert type(square) is type(momentum)
+                assert torch.equal(square, momentum.square())
+            average(averages, list(net.parameters()))
+    with torch.no_grad():
+        for parameter, mean in zip(net.parameters(), averages, strict=True):
+            parameter.add_(mean)
+    # It gathers what graphs have written.
+    net(batch).square().sum().backward()
+    return net
+
+
+def _functions_have_the_bits_of_eager_ones() -> None:
+    for options in WAYS:
+        torch._dynamo.reset()
+        eager, traced = (_trains(options, each) for each in (lambda f: f, _compiled))
+        for wanted, found in zip(eager.parameters(), traced.parameters(), strict=True):
+            assert torch.equal(full_tensor(found.detach()), full_tensor(wanted.detach()))
+            assert torch.equal(full_tensor(found.grad), full_tensor(wanted.grad))
+    torch._dynamo.reset()
+
+
+@TRACED
+def test_compiled_steps_and_averages_have_the_bits_of_eager_ones(ranks: Ranks) -> None:
+    """In one graph each, of sharded and replicated parameters and of what units leave in grad."""
+    ranks(2).run(_functions_have_the_bits_of_eager_ones)
+
+
+def _graphs_know_the_cuts() -> None:
+    torch._dynamo.reset()
+    # Rank 1 has four rows of both, the second from its third row on.
+    full = torch.arange(55.0).view(11, 5)
+    first, second = (cut(full, whole_mesh(), skipped=n, shard_rows=4) for n in (0, 1))
+    assert first.local.shape == second.local.shape or dist.get_rank() != 1
+    double = torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)
+    for rows in (first, second, first):
+        found = double(rows)
+        assert isinstance(found, UnevenDTensor)
+        assert found.uneven_layout == rows.uneven_layout
+        assert torch.equal(found.full_tensor(), rows.full_tensor() * 2)
+    pick = torch.compile(lambda x: x[4] * 1, backend="aot_eager", fullgraph=True)
+    for rows in (first, second):
+        found = pick(rows)
+        assert isinstance(found, UnevenDTensor)
+        assert torch.equal(found.full_tensor(), rows.full_tensor()[4])
+    add = torch.compile(lambda x, y: x + y, backend="aot_eager", fullgraph=True)
+    assert torch.equal(add(first, first).full_tensor(), first.full_tensor() * 2)
+    with pytest.raises(Exception, match="operands cut like the first"):
+        add(first, second)
+    torch._dynamo.reset()
+
+
+@TRACED
+def test_a_graph_of_one_layout_does_not_run_for_another(ranks: Ranks) -> None:
+    """Of equal global and local shapes; nor for operands that are cut in different ways."""
+    ranks(3).run(_graphs_know_the_cuts)
+
+
+def _collectives_end_graphs() -> None:
+    torch._dynamo.reset()
+    for options in WAYS:
+        weight = _net(options).weight
+        wanted = weight.detach().full_tensor() * 2
+        whole_of = torch.compile(lambda p: p.full_tensor() * 2, backend="aot_eager")
+        assert torch.equal(whole_of(weight.detach()), wanted)
+        rows = torch.compile(lambda p: p.to_local() * 2, backend="aot_eager", fullgraph=True)
+        assert torch.equal(rows(weight.detach()), weight.detach().to_local() * 2)
+        norm = torch.compile(lambda p: p.norm() * 1, backend="aot_eager", fullgraph=True)
+        found = norm(weight.detach())
+        assert isinstance(found, DTensor)
+        found = found.redistribute(placements=[Replicate()] * found.device_mesh.ndim).to_local()
+        torch.testing.assert_close(found * 2, wanted.norm())
+        product = torch.compile(lambda p: p @ p.t(), backend="aot_eager", fullgraph=True)
+        if options is UNEVEN:
+            with pytest.raises(Exception, match="an elementwise operation, or a statistic"):
+                product(weight.detach())
+        torch._dynamo.reset()
+
+
+@TRACED
+def test_a_gather_ends_the_graph_and_a_product_is_refused(ranks: Ranks) -> None:
+    """Local rows and statistics are parts of graphs."""
+    ranks(2).run(_collectives_end_graphs)
