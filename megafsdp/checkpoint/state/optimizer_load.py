@@ -309,12 +309,14 @@ def _hyperparameters(
     left = {MEMBER_NAMES} | GROUP_MEMBERS | EXECUTION_FLAGS | _settled_by_class(optimizer)
     taken = {k: v for k, v in stored.items() if k not in left}
     misfits = []
-    unknown = set(optimizer.defaults) - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
+    # One group alone may have an option of which the optimizer has no default.
+    known = optimizer.defaults.keys() | (group.keys() & _NEUTRAL.keys())
+    unknown = known - EXECUTION_FLAGS - _OF_THE_CLASS - set(taken)
     lacking = sorted(k for k in unknown if k not in _NEUTRAL or group[k] != _NEUTRAL[k])
     if lacking:
         misfits.append((f"the hyperparameters of {kind}", f"a stored group without {lacking}"))
     foreign = {k for k in taken if k in _NEUTRAL and k not in optimizer.defaults}
-    changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != _NEUTRAL[k]]
+    changing = [f"{k}={taken[k]}" for k in sorted(foreign) if taken[k] != group.get(k, _NEUTRAL[k])]
     if changing:
         misfits.append((f"options of {kind}", f"{', '.join(changing)}, which it ignores"))
     return {k: v for k, v in taken.items() if k not in foreign}, misfits

@@ -194,10 +194,17 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_class_of_a_model_is_named(tmp_path: Path) -> None:
-    """Its own, if the config that is given names none."""
-    fields = {"architectures": None}
-    target = checkpoint.export_hf(nn.Linear(2, 2), tmp_path / "exported", config=fields)
-    assert json.loads((target / "config.json").read_text())["architectures"] == ["Linear"]
+    """Its own, if the config that is given names none; else the one that is named."""
+    model, fields = our_model("llama"), their_config("llama", False).to_dict()
+    for number, (each, config, wanted) in enumerate(
+        (
+            (nn.Linear(2, 2), {"architectures": None}, ["Linear"]),
+            (nn.Linear(2, 2), {"architectures": ["Other"]}, ["Other"]),
+            (model, fields | {"architectures": ["Other"]}, ["Other"]),
+        )
+    ):
+        target = checkpoint.export_hf(each, tmp_path / str(number), config=config)
+        assert json.loads((target / "config.json").read_text())["architectures"] == wanted
 
 
 class _Tokenizer:

@@ -358,6 +358,26 @@ def test_a_neutral_option_that_the_optimizer_ignores_is_left_out(tmp_path: Path)
     assert group["lr"] == 0.25 and group.keys() == {"params", *ours.defaults}
 
 
+def test_an_option_of_one_group_comes_back(tmp_path: Path) -> None:
+    """Also if the optimizer has no default of it; a group with another value is refused."""
+    model = _model(0)
+
+    def optimizer_with(is_corrected: bool) -> FusedAdam:
+        apart = {"params": [model.vector], "bias_correction": is_corrected}
+        return FusedAdam([{"params": [model.matrix, model.scalar]}, apart])
+
+    save(tmp_path, step=0, model=model, optimizer=optimizer_with(False))
+    ours = optimizer_with(False)
+    load(tmp_path, model=model, optimizer=ours)
+    assert [group.get("bias_correction") for group in ours.param_groups] == [None, False]
+    with pytest.raises(CheckpointError, match=r"bias_correction=False.*param_groups\[1\]"):
+        load(tmp_path, model=model, optimizer=optimizer_with(True))
+    save(tmp_path, step=1, model=model, optimizer=FusedAdam(model.parameters()))
+    apart = {"params": [*model.parameters()], "bias_correction": False}
+    with pytest.raises(CheckpointError, match=r"a stored group without \['bias_correction'\]"):
+        load(tmp_path, model=model, optimizer=FusedAdam([apart]))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, FusedAdam])
 def test_states_take_the_dtype_of_the_model_that_they_are_cast_for(
     tmp_path: Path, kind: type[torch.optim.Optimizer]
