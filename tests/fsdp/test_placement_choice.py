@@ -225,6 +225,10 @@ def _grouped() -> None:
     whole = Result(Shard(0), Info(init_device_mesh("cpu", (4,))))
     (axes,) = groups_of(Layer(), shard_placement_fn=lambda _: whole)
     assert not axes.is_expert
+    # All ranks on two axes are another mesh: the first axis repeats what the second one divides.
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    (axes,) = groups_of(Layer(), shard_placement_fn=lambda _: Result(Shard(0), Info(two)))
+    assert axes.is_expert and axes.mesh == two and axes.num_shards == 2
     for options in ({}, {"expert_mesh": meshes.data}):
         annotate((layer := Layer()).experts.stack, is_expert=True)
         (axes,) = groups_of(layer, mesh=meshes.data, **options)

@@ -622,6 +622,7 @@ def test_copies_and_pickles_step_on_as_the_optimizer_does(
     first.grad = torch.randn(5, 130).to(kind)
     optimizer.step()
     copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    assert all(torch.equal(each.grad_norm, optimizer.grad_norm) for each in copies)
     grad = torch.randn(5, 130).to(kind)
     for each in (optimizer, *copies):
         (parameter,) = each.param_groups[0]["params"]
