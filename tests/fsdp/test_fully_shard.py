@@ -422,11 +422,13 @@ def test_a_policy_decides_dtypes_and_torchs_own_is_accepted(ranks: Ranks) -> Non
 
 def _output_of_a_model() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-    net = fully_shard_model(Net(), [Block], mp_policy=policy)
-    seen = []
-    net.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    tokens, _ = mine(batches(1)[0])
-    assert net(tokens).dtype == torch.float32 and seen == [torch.bfloat16]
+    # Also if the model's own class is named beside that of its units.
+    for classes in ([Block], [Net, Block]):
+        net = fully_shard_model(Net(), classes, mp_policy=policy)
+        seen = []
+        net.norm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].dtype))
+        tokens, _ = mine(batches(1)[0])
+        assert net(tokens).dtype == torch.float32 and seen == [torch.bfloat16]
 
 
 def test_the_output_dtype_of_a_model_is_not_that_of_its_units(ranks: Ranks) -> None:

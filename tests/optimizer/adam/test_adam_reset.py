@@ -216,6 +216,20 @@ def test_a_load_that_leaves_the_model_alone_keeps_remainders(tmp_path: Path) -> 
     assert torch.equal(optimizer.canonical_weight(model.weight), before)
 
 
+def test_a_state_dict_without_remainders_means_zeros() -> None:
+    """Those that the optimizer has belong to the weights before the load."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(40, 30, dtype=BF16))
+    optimizer = FusedAdam([weight], store_param_remainders=True)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert not torch.equal(optimizer.canonical_weight(weight), weight.float())
+    packed = optimizer.state_dict()
+    del packed["state"][0][REMAINDER]
+    optimizer.load_state_dict(packed)
+    assert torch.equal(optimizer.canonical_weight(weight), weight.float())
+
+
 def test_a_remainder_of_a_weight_that_was_replaced_makes_no_nan() -> None:
     """Zeros written into a parameter whose states were cleared stay within half of a bf16."""
     torch.manual_seed(0)

@@ -128,8 +128,12 @@ def test_parameters_that_change_groups_take_their_rates(ranks: Ranks, kind: str)
 def _fills_its_rate() -> None:
     nets = make_net(_SMALL), make_net(_SMALL)
     whole = torch.optim.SGD(nets[0].parameters(), lr=torch.tensor(0.1))
+    # The rate follows the groups, even if the options have one.
     hybrid = HybridDeviceOptimizer(
-        nets[1].parameters(), lr=torch.tensor(0.1), cpu_optimizer_cls=torch.optim.SGD
+        nets[1].parameters(),
+        lr=torch.tensor(0.1),
+        cpu_optimizer_cls=torch.optim.SGD,
+        cpu_optimizer_kwargs={"lr": 100.0},
     )
     may_run, inner = threading.Event(), TorchBucketStep._update
 
