@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from megafsdp import FSDPModule, fully_shard, fully_shard_model
+from megafsdp.fsdp.grouping import leave_out_tied
 from tests.end_to_end.strategy_cases import ENGINES, MeshShape, mesh_of_shape
 from tests.fsdp.toy import (
     VOCABULARY,
@@ -126,6 +127,17 @@ def _tied_across_units() -> None:
 def test_a_unit_tied_to_parameters_outside_of_it_is_left_out(ranks: Ranks, num_ranks: int) -> None:
     """Its parameters belong to the unit around, which one line says, and the model trains."""
     ranks(num_ranks).run(_tied_across_units)
+
+
+def test_a_unit_around_one_that_is_left_out_may_be_left_out_too() -> None:
+    """Without the inner unit it would own what is tied to parameters outside of both."""
+    inner = nn.Linear(2, 2)
+    around = nn.Sequential(inner)
+    beside, apart = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    model = nn.ModuleList([around, beside, apart])
+    apart.weight = inner.weight
+    assert leave_out_tied(model, [around, inner, beside], ()) == [beside]
+    assert leave_out_tied(model, [around, inner, beside], [inner.weight]) == [around, inner, beside]
 
 
 def _spoil_hook(net: Tied) -> Callable[[], None]:

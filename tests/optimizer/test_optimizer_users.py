@@ -157,6 +157,25 @@ def test_a_bad_number_of_a_group_is_refused_with_the_group(options: dict[str, An
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, HybridDeviceOptimizer, Muon])
+def test_a_load_replaces_all_states_by_copies(kind: type[Optimizer]) -> None:
+    """A step leaves the loaded state dict as it is, and an empty one drops the states."""
+    weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 3))]
+    optimizer = kind(weights)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.5)
+    optimizer.step()
+    packed = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(packed["state"])
+    optimizer.load_state_dict(packed)
+    optimizer.step()
+    for index, state in packed["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, before[index][name]), name
+    optimizer.load_state_dict(kind(weights).state_dict())
+    assert not optimizer.state
+
+
 def test_a_rate_that_ends_just_below_zero_is_stepped_with() -> None:
     """Schedulers that end at zero round; torch's optimizers go on there too."""
     weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
