@@ -138,6 +138,10 @@ def test_a_unit_around_one_that_is_left_out_may_be_left_out_too() -> None:
     apart.weight = inner.weight
     assert leave_out_tied(model, [around, inner, beside], ()) == [beside]
     assert leave_out_tied(model, [around, inner, beside], [inner.weight]) == [around, inner, beside]
+    # Tied to the inner unit alone, it keeps both.
+    around.append(nn.Linear(2, 2))
+    around[1].weight, apart.weight = inner.weight, nn.Parameter(torch.ones(2, 2))
+    assert leave_out_tied(model, [around, inner], ()) == [around]
 
 
 def _spoil_hook(net: Tied) -> Callable[[], None]:

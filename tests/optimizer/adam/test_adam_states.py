@@ -718,3 +718,7 @@ def test_a_decay_of_the_other_kind_is_refused(adam_w_mode: bool) -> None:
         optimizer.load_state_dict(kind([weight], weight_decay=0.1).state_dict())
     optimizer.load_state_dict(kind([weight], weight_decay=0).state_dict())
     assert optimizer.param_groups[0]["weight_decay"] == 0
+    # Its own state dict says it to torch's Adam, whose groups can.
+    theirs = torch.optim.Adam([weight])
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.param_groups[0]["decoupled_weight_decay"] is adam_w_mode

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megafsdp import MixedPrecisionPolicy, fully_shard
+from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload.placement import (
     first_offloaded,
@@ -73,3 +74,25 @@ def test_a_fraction_without_meaning_is_refused(fraction: object) -> None:
     parameter = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="offload_fraction"):
         HybridDeviceOptimizer([parameter], offload_fraction=fraction)  # type: ignore[arg-type]
+
+
+def _offloaded_before() -> None:
+    layers = [fully_shard(nn.Linear(8, 8)) for _ in range(3)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    HybridDeviceOptimizer(parameters[4:], offload_fraction=1.0)
+    assert groups_to_offload(parameters, 0.0) == groups_of(parameters[4:])
+    second = HybridDeviceOptimizer(parameters, lr=0.1, offload_fraction=0.0)
+    before = [local_tensor(p.detach()).clone() for p in parameters]
+    for layer in layers:
+        layer(torch.ones(2, 8)).sum().backward()
+    second.step()
+    second.synchronize()
+    # Adam's first step is the rate, whatever the gradient.
+    for old, p in zip(before, parameters, strict=True):
+        torch.testing.assert_close(local_tensor(p.detach()), old - 0.1)
+    assert second.host_nbytes > 0
+
+
+def test_what_is_on_the_host_stays_there(ranks: Ranks) -> None:
+    """Another optimizer steps there what an earlier one has offloaded, whatever its fraction."""
+    ranks(2).run(_offloaded_before)
