@@ -61,6 +61,13 @@ class Kinds(nn.Module):
 
 
 def _kinds() -> set[str]:
+    # A tied weight may be named by any of its names.
+    for name in ("linear", "same"):
+        policy = policy_for("nvfp4", keep_unquantized=("apart", name))
+        assert set(quantized_parameters(fully_shard(Kinds(), mp_policy=policy))) == {
+            "ours.weight",
+            "declared",
+        }
     net = fully_shard(Kinds(), mp_policy=policy_for("nvfp4", keep_unquantized=("apart",)))
     return set(quantized_parameters(net))
 

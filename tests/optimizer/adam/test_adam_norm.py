@@ -198,3 +198,14 @@ def test_a_norm_that_lacks_added_parameters_is_measured_again() -> None:
     optimizer.add_param_group({"params": [second]})
     optimizer.step()
     assert optimizer.grad_norm == 13.0
+
+
+def test_a_step_without_a_limit_leaves_the_measured_norm() -> None:
+    """Also one that unscales gradients: it measures nothing itself."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    optimizer = FusedAdam([parameter])
+    optimizer.measure_grad_norm(loss_scale=2.0)
+    optimizer.grad_scale = torch.tensor(2.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 2.5

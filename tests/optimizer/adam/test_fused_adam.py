@@ -519,6 +519,15 @@ def _swaps_gradients_of_other_rows(optimizer_class: Callable[..., torch.optim.Op
         optimizer.step()
     after = full_state_dict(net)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    # All gradients of a unit, in the same places of another unit's buffer.
+    own = fully_shard(nn.Linear(6, 6, bias=False))
+    other = fully_shard(nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 60)))
+    optimizer = optimizer_class(own.parameters(), lr=0.1)
+    for unit in (own, other):
+        unit(torch.ones(2, 6)).square().sum().backward()
+    own.weight.grad = other[0].weight.grad
+    with pytest.raises(RuntimeError, match="cut between other rows"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer_class", [FusedAdam, Muon])
