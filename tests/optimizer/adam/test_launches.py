@@ -134,3 +134,18 @@ def test_a_captured_kernel_has_the_bits_of_the_definition(
     assert states[0]["step"] == 24 and not torch.equal(weights[0], start)
     # What has found infinities launches, and ends at once.
     assert [count for _, count in module.launches] == [int(i % 5 != 3) for i in range(30)]
+
+
+def test_each_group_takes_its_own_rate_in_a_tensor(emulation: Path) -> None:
+    """On one device too: a captured step reads every rate where it is."""
+    weights = [nn.Parameter(torch.ones(700)) for _ in range(2)]
+    rates = [torch.tensor(0.5), torch.tensor(0.125)]
+    groups = [{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)]
+    optimizer = FusedAdam(groups, capturable=True)
+    for weight in weights:
+        weight.grad = torch.ones(700)
+    with emulated_cuda(emulation):
+        optimizer.step()
+    # Adam's first step is the rate, whatever the gradient.
+    for weight, rate in zip(weights, rates, strict=True):
+        torch.testing.assert_close(weight.detach(), torch.ones(700) - rate)
