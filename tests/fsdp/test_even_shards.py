@@ -340,6 +340,28 @@ def test_what_is_not_divided_has_one_buffer(ranks: Ranks) -> None:
     ranks(2).run(_undivided)
 
 
+def _gaps(sizes: tuple[int, ...], offload_policy: megafsdp.OffloadPolicy | None) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+    model = megafsdp.fully_shard(Odd(), mesh=mesh, even_shards=True, offload_policy=offload_policy)
+    (group,) = model._fsdp_unit().groups
+    assert any(sub.gap_numel for sub in group.layout.sub_buffers)
+    model(_batch()).backward()
+    (flat,) = megafsdp.local_parameters(model)
+    assert flat.grad.any()
+    for p in model.parameters():
+        p.grad.to_local().zero_()
+    assert not flat.grad.any()
+
+
+@pytest.mark.parametrize("offload_policy", [None, megafsdp.OffloadPolicy()], ids=["device", "host"])
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+def test_gaps_between_chunks_are_zero_in_gradients(
+    ranks: Ranks, sizes: tuple[int, ...], offload_policy: megafsdp.OffloadPolicy | None
+) -> None:
+    """What reads a rank's whole buffer sees the chunks alone, with an outer axis too."""
+    ranks(4).run(_gaps, sizes, offload_policy)
+
+
 def _refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     policy = megafsdp.MixedPrecisionPolicy(recipe="fp8_current")

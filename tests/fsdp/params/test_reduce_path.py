@@ -224,6 +224,22 @@ def test_the_older_input_is_freed_before_the_next_is_packed(ranks: Ranks) -> Non
             assert num_live == 3
 
 
+def _sums_of_microbatches() -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=F32, reduce_dtype=BF16)
+    net = fully_shard(nn.Linear(1, 4, bias=False), mesh=mesh_of_shape((2, 2)), mp_policy=policy)
+    for value in (256.0, 1.0, 1.0, 1.0, 1.0):
+        with microbatch(net, is_last=False):
+            net(torch.full((1, 1), value)).sum().backward()
+    net(torch.zeros(1, 1)).sum().backward()
+    grad = net.weight.grad.to_local()
+    assert torch.equal(grad, torch.full_like(grad, 260.0))
+
+
+def test_sums_that_wait_for_an_outer_axis_have_the_dtype_of_gradients(ranks: Ranks) -> None:
+    """Only what is sent is in bf16, in which a large sum would absorb small addends."""
+    ranks(4).run(_sums_of_microbatches)
+
+
 def _inner_sums_alive() -> tuple[int, int]:
     with library_on_gloo():
         net = shard(Net(4), mesh=mesh_of_shape((2, 2)))
