@@ -24,6 +24,7 @@ from megafsdp import (
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.fsdp.params.parameter_group import group_of
+from megafsdp.optimizer.kernels.square_sum import known_square_sums, remember_square_sum
 from megafsdp.optimizer.loss_scaler import LossScaler, ScaleRule
 from megafsdp.training.config.optimizer_sections import LossScaleSection
 from tests.fsdp.toy import Net, adamw, batches, full_grads, mine, pair, shard
@@ -229,6 +230,28 @@ def _without_parameters() -> bool:
 def test_ranks_without_parameters_agree_with_the_others(ranks: Ranks) -> None:
     """As the last stage of a pipeline may freeze all that it has."""
     assert ranks(2).run(_without_parameters) == [False, False]
+
+
+def _of_own_group() -> bool:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), math.inf if dist.get_rank() == 1 else 1.0)
+    scaler = LossScaler(group=groups[dist.get_rank()])
+    return scaler.step(torch.optim.SGD([parameter], lr=0.1))
+
+
+def test_only_the_ranks_of_a_group_agree(ranks: Ranks) -> None:
+    """Others may skip a step that these make."""
+    assert ranks(2).run(_of_own_group) == [True, False]
+
+
+def test_a_kept_sum_of_squares_ends_with_unscaling() -> None:
+    """The norm that clips is then that of the unscaled gradients."""
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 8.0)
+    remember_square_sum(parameter.grad)
+    LossScaler(ScaleRule.constant(8.0)).unscale_(torch.optim.SGD([parameter], lr=0.1))
+    assert known_square_sums([parameter.grad]).tolist() == [4.0]
 
 
 def test_fp16_gradients_are_refused() -> None:
