@@ -116,3 +116,12 @@ def test_states_that_are_not_known_are_refused() -> None:
         ):
             make_states(optimizer)
         assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam, HybridDeviceOptimizer, Muon])
+def test_frozen_parameters_get_no_states(kind: type[Optimizer]) -> None:
+    """No step would make them, and a checkpoint has none."""
+    weight, frozen = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+    optimizer = kind([weight, frozen.requires_grad_(False)])
+    make_states(optimizer)
+    assert optimizer.state[weight] and not optimizer.state.get(frozen)
