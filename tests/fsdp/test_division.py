@@ -6,10 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megafsdp.fsdp.division import UnitMeshes, division_of
+from megafsdp import fully_shard
+from megafsdp.fsdp.division import UnitMeshes, division_of, strategy_of
 from megafsdp.fsdp.params.policy import Average, Strategy
+from megafsdp.mesh.spmd import spmd_mesh_of
+from tests.fsdp.test_spmd_mesh import Dims
 from tests.ranks import Ranks
 
 ZERO_3 = Strategy.OPTIM_GRADS_PARAMS
@@ -42,3 +47,23 @@ def _devices() -> None:
 def test_a_mesh_of_experts_of_another_device_is_refused(ranks: Ranks) -> None:
     """One unit's buffers are on one device."""
     ranks(2).run(_devices)
+
+
+def _replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    for dims, strategy in (
+        (Dims(shard_names=("dp",)), ZERO_3),
+        (Dims(replicate_names=("dp",)), Strategy.NO_SHARD),
+    ):
+        layer = nn.Linear(4, 4, bias=False)
+        whole = layer.weight.detach()
+        layer.weight = nn.Parameter(distribute_tensor(whole, mesh, [Replicate(), Shard(0)]))
+        fully_shard(layer, mesh=mesh, dp_mesh_dims=dims)
+        (group,) = layer._fsdp_unit().groups
+        assert group.axes.is_sharded == (strategy is ZERO_3)
+        assert strategy_of("optim_grads_params", spmd_mesh_of(mesh, dims)) is strategy
+
+
+def test_axes_that_only_repeat_make_replicas(ranks: Ranks) -> None:
+    """Whatever the strategy: a full mesh then names no axis that divides, as in torch."""
+    ranks(2).run(_replicas)
