@@ -76,6 +76,10 @@ def mark_managed(modules: Iterable[nn.Module], is_managed: bool = True) -> None:
             each._fsdp_use_orig_params = is_managed  # type: ignore[assignment]
 
 
+class _LacksState(NotImplementedError, AttributeError):
+    """A state lacks an attribute; ``getattr()`` with a default and ``hasattr()`` may ask for it."""
+
+
 class TorchState:
     """The state of one module of a unit, as torch's own code reads it.
 
@@ -147,7 +151,7 @@ class TorchState:
         """Refuse attributes that torch's code reads from its own units and that ours lack."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(
+        raise _LacksState(
             expected(
                 "a unit of torch's fully_shard()",
                 f"one of megafsdp, which has no '{name}'",
