@@ -145,3 +145,63 @@ def _collectives_end_graphs() -> None:
 def test_a_gather_ends_the_graph_and_a_product_is_refused(ranks: Ranks) -> None:
     """Local rows and statistics are parts of graphs."""
     ranks(2).run(_collectives_end_graphs)
+
+
+def _losses_reach_gradients() -> None:
+    for options in WAYS:
+        grads = []
+        for compile_ in (lambda f: f, _compiled):
+            torch._dynamo.reset()
+            weight = _net(options).weight
+            for loss in (lambda p: p.square().sum(), lambda p: p.to_local().square().sum()):
+                found = compile_(loss)(weight)
+                (found.full_tensor() if isinstance(found, DTensor) else found).backward()
+            grads.append(full_tensor(weight.grad))
+        assert torch.equal(*grads)
+        assert grads[0].any()
+    torch._dynamo.reset()
+
+
+@TRACED
+def test_a_compiled_loss_of_a_parameter_has_its_gradient(ranks: Ranks) -> None:
+    """Whole and from local rows, as an eager one."""
+    ranks(2).run(_losses_reach_gradients)
+
+
+def _count_graphs() -> list[int]:
+    counts = []
+    for is_even in (True, False):
+        torch._dynamo.reset()
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        net = fully_shard(net, even_shards=is_even)
+        function, counter = (lambda p: p * 2), torch._dynamo.testing.CompileCounter()
+        double = torch.compile(function, backend=counter, fullgraph=True)
+        for layer in net:
+            weight = layer.weight.detach()
+            assert torch.equal(double(weight).full_tensor(), weight.full_tensor() * 2)
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    return counts
+
+
+@TRACED
+def test_even_parameters_of_one_shape_share_a_graph(ranks: Ranks) -> None:
+    """Uneven ones lie in other rows of each rank."""
+    assert ranks(2).run(_count_graphs)[0] == [1, 2]
+
+
+def _keys_of_stored_graphs() -> None:
+    first, second = (cut(torch.zeros(11, 5), whole_mesh(), skipped=n, shard_rows=4) for n in (0, 1))
+    net = _net(UNEVEN)
+    net(torch.ones(1, 5)).sum().backward()
+    weight = net.weight.detach()
+    like = weight.like(weight.local)
+    named = [t._stable_hash_for_caching() for t in (first, second, weight, like, net.weight.grad)]
+    assert named[2] == named[3]
+    assert len(set(named)) == 4
+
+
+@TRACED
+def test_stored_graphs_are_found_by_class_and_layout(ranks: Ranks) -> None:
+    """Gradients that lie in a buffer are of a class of their own."""
+    ranks(3).run(_keys_of_stored_graphs)
