@@ -46,7 +46,6 @@ from megafsdp.buffer.dtensor.traced import (
     TracedAsItself,
     layout_of,
     plain_spec,
-    remade,
     spec_of_rows,
 )
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
@@ -86,9 +85,7 @@ class RowShardedDTensor(TracedAsItself):
     @classmethod
     def wrap(cls: type[Self], local: torch.Tensor, spec: DTensorSpec, layout: UnevenLayout) -> Self:
         """Wrap a local tensor, keeping its dtype; outside autograd, no copy."""
-        result = make_dtensor(cls, local, spec_of_rows(spec, local.dtype, layout))
-        result._uneven_layout = layout
-        return result
+        return _wrap_rows(cls, local, spec, layout)
 
     # An override in Python would cost microseconds for each attribute of the tensor.
     __torch_function__ = no_torch_function()  # type: ignore[assignment]
@@ -117,10 +114,15 @@ class RowShardedDTensor(TracedAsItself):
         plain = DTensor.__tensor_unflatten__(inner, description, size, stride)
         if IS_DISPATCH_BYPASSED:
             refuse("torch.compile", [plain], hint="Compile no function of parameters, or use 2.12")
-        layout = layout_of(description)
-        result = remade(cls, plain, spec_of_rows(spec_of(plain), plain.dtype, layout))
-        result._uneven_layout = layout
-        return result
+        return _wrap_rows(cls, local_of(plain), spec_of(plain), layout_of(description))
+
+
+def _wrap_rows(
+    cls: type[Self], local: torch.Tensor, spec: DTensorSpec, layout: UnevenLayout
+) -> Self:
+    result = make_dtensor(cls, local, spec_of_rows(spec, local.dtype, layout))
+    result._uneven_layout = layout
+    return result
 
 
 class YieldingClass(type(DTensor)):  # type: ignore[misc]

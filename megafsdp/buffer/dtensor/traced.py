@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
-from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta, local_of, make_dtensor
+from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta
 
 Self = TypeVar("Self", bound="TracedAsItself")
 
@@ -38,13 +38,6 @@ class TracedAsItself(DTensor):
 
     def _stable_hash_for_caching(self) -> str:
         return f"{type(self).__qualname__} {super()._stable_hash_for_caching()}"
-
-
-def remade(cls: type[Self], plain: DTensor, spec: DTensorSpec) -> Self:
-    """Make a tensor of a class over the rows of a plain one, but of offset 0."""
-    result = make_dtensor(cls, local_of(plain), spec)
-    result.requires_grad = plain.requires_grad
-    return result
 
 
 class RowMeta(TensorMeta):

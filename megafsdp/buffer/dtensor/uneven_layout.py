@@ -189,13 +189,6 @@ class UnevenLayout:
             self.element_range(s) == other.element_range(s) for s in shards
         )
 
-    def alone(self) -> UnevenLayout:
-        """Return how an evenly cut tensor would lie in a sub-buffer of its own.
-
-        All that are cut evenly and have one shape have equal layouts then.
-        """
-        return replace(self, buffer_offset=0, shard_numel=self.element_range(0)[1])
-
     def local_shape(self, shard: int | None = None) -> tuple[int, ...]:
         """Return the shape of a shard's local tensor, made of rows of the part."""
         start, stop = self.element_range(shard)

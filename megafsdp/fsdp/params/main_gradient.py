@@ -24,13 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.op_rules import ReplicatedDTensor
-from megafsdp.buffer.dtensor.traced import remade
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like, wrapper_as
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
 from megafsdp.fsdp.params.reduced_hook import ReducedHook
 from megafsdp.mesh.annotation import annotation_of
-from megafsdp.mesh.torch_private import set_local, spec_of
+from megafsdp.mesh.torch_private import make_dtensor, set_local, spec_of
 
 
 class FlatGradient:
@@ -76,7 +75,7 @@ class _ReplicatedFlatGradient(FlatGradient, ReplicatedDTensor):  # type: ignore[
     def __tensor_unflatten__(cls, *description: Any) -> DTensor:  # type: ignore[override]
         """Make one without a buffer, for graphs of ``torch.compile``."""
         plain = DTensor.__tensor_unflatten__(*description)
-        return remade(cls, plain, spec_of(plain))
+        return make_dtensor(cls, local_tensor(plain), spec_of(plain))
 
 
 _ARE_FLAT = frozenset({_UnevenFlatGradient, _ReplicatedFlatGradient})

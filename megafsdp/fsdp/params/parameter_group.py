@@ -360,9 +360,6 @@ class ParameterGroup:
             is_even=parameter.is_cut_evenly
             and are_placements_exact(parameter.model.part, axes.num_shards),
         )
-        if layout.is_even:
-            # A graph of torch.compile is for one layout; parameters of one shape share it.
-            layout = layout.alone()
         rows = local.view(layout.local_shape())
         return UnevenDTensor.from_local_rows(
             rows, axes.dtensor_mesh, layout, num_shard_axes=axes.num_shard_axes
