@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafsdp import checkpoint, fully_shard, fully_shard_model
+from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.fsdp.keywords import StrategyChoice
 from tests.fsdp.toy import adamw, assert_same_grads, full_tensors
 from tests.ranks import Ranks
@@ -157,3 +158,65 @@ def test_frozen_codes_train_others_as_ignored_parameters(
 ) -> None:
     """They are refused by name, with this cure; their gathers for FSDP2 are not called."""
     ranks(2).run(_trains_beside_codes, convert, tmp_path)
+
+
+class Wide(nn.Module):
+    """Weights with enough elements on each rank for codes, and biases that are stepped in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the last dim."""
+        return self.down(self.up(x).relu())
+
+
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = net(torch.randn(8, 64, generator=draws)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _steps_of_codes(name: str, directory: Path) -> None:
+    import torchao.optim
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    def build(seed: int, is_ours: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = Wide()
+        if is_ours:
+            fully_shard(net, even_shards=True)
+        else:
+            torch_fully_shard(net)
+        return net, getattr(torchao.optim, name)(net.parameters(), lr=1e-2)
+
+    losses = [_train(*build(0, is_ours), range(4)) for is_ours in (False, True)]
+    assert losses[0] == losses[1]
+    first, second = build(0, True), build(1, True)
+    assert _train(*first, range(2)) == losses[0][:2]
+    assert type(first[1].state[first[0].up.weight]["exp_avg"].to_local()) is not torch.Tensor
+    dcp.save(dict(zip("mo", get_state_dict(*first), strict=True)), checkpoint_id=directory)
+    # One step more makes the states that the load fills.
+    _train(*second, range(1))
+    loaded = dict(zip("mo", get_state_dict(*second), strict=True))
+    dcp.load(loaded, checkpoint_id=directory)
+    set_state_dict(*second, model_state_dict=loaded["m"], optim_state_dict=loaded["o"])
+    assert _train(*second, range(2, 4)) == losses[0][2:]
+
+
+@pytest.mark.skipif(IS_DISPATCH_BYPASSED, reason="torch 2.11 traces no rules of ours")
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+def test_optimizers_of_codes_step_even_shards_as_those_of_fsdp2(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    """They compile the step of each parameter; torch's checkpoints have the codes."""
+    ranks(2).run(_steps_of_codes, name, tmp_path)
