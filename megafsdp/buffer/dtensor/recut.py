@@ -13,19 +13,24 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from megafsdp.buffer.dtensor.op_rules import is_cut_alike
+from megafsdp.buffer.dtensor.op_rules import is_cut_alike, is_even_chunk
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrap_like
 from megafsdp.mesh.dtensor import whole_of
+from megafsdp.mesh.torch_private import local_of
 
 
 @torch.no_grad()
 def recut(value: DTensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor of torch's cuts, cut like a parameter; collective over the value's mesh.
 
+    A parameter that is cut evenly has the rows of the value: the result aliases them then.
+
     Args:
         value: A DTensor of the parameter's shape, without padding.
         like: A sharded or replicated parameter, whose mesh and layout the result has.
     """
+    if isinstance(like, UnevenDTensor) and is_even_chunk(value, like):
+        return wrap_like(like, local_of(value))
     full = whole_of(value)
     if isinstance(like, UnevenDTensor):
         full = like.uneven_layout.rows_of(full)
@@ -44,5 +49,8 @@ def recut_state(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, 
 
 
 def _is_cut_by_torch(value: object, like: torch.Tensor) -> TypeGuard[DTensor]:
-    is_same_shape = isinstance(value, DTensor) and value.shape == like.shape
-    return is_same_shape and bool(like.ndim) and not is_cut_alike(value, like)
+    if not isinstance(value, DTensor) or value.shape != like.shape or not like.ndim:
+        return False
+    # Codes of torchao's optimizers have a class of their own, which is no operand of ours.
+    is_of_codes = type(local_of(value)) is not torch.Tensor
+    return not is_of_codes and not is_cut_alike(value, like)
