@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from megafsdp import fully_shard
+from megafsdp.buffer.dtensor.busy_memory import register_writer, unregister_writer
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_tensor
 from tests.buffer.cuts import cut, whole_mesh
 from tests.ranks import Ranks
 
@@ -205,3 +206,33 @@ def _keys_of_stored_graphs() -> None:
 def test_stored_graphs_are_found_by_class_and_layout(ranks: Ranks) -> None:
     """Gradients that lie in a buffer are of a class of their own."""
     ranks(3).run(_keys_of_stored_graphs)
+
+
+class _LateWriter:
+    """Writes a value where a reader waits for it, as a step on another thread would."""
+
+    def __init__(self, rows: torch.Tensor, value: float) -> None:
+        self._rows, self._value = rows, value
+        register_writer([rows], self)
+
+    def wait_for_reader(self) -> None:
+        """Write, and be done."""
+        self._rows.fill_(self._value)
+        unregister_writer(self)
+
+
+def _graphs_wait_for_writers() -> None:
+    torch._dynamo.reset()
+    weight = _net(UNEVEN).weight.detach()
+    double = _compiled(lambda p: p * 2)
+    for value in (3.0, 4.0, 5.0):
+        writer = _LateWriter(local_tensor(weight), value)
+        assert (double(weight).to_local() == 2 * value).all()
+        del writer
+    torch._dynamo.reset()
+
+
+@TRACED
+def test_a_graph_waits_for_a_step_on_another_thread(ranks: Ranks) -> None:
+    """When it is traced, and when it runs again."""
+    ranks(2).run(_graphs_wait_for_writers)

@@ -458,6 +458,7 @@ def all_gather_equal(shard: torch.Tensor, *, group: dist.ProcessGroup, label: st
     Raises:
         NotImplementedError: ``torch.compile`` traces the caller; it runs eagerly then.
     """
+    # The tracer ends its graph for this error alone.
     if is_fake(shard):
         raise NotImplementedError(
             expected(

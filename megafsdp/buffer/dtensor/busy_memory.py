@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from megafsdp.device.torch_private import is_fake
+
 
 class Writer(Protocol):
     """The work of another thread on some memory."""
@@ -51,10 +53,27 @@ def wait_for_writer(tensor: torch.Tensor) -> None:
     Raises:
         Exception: The error that made the writer fail.
     """
+    if is_fake(tensor):
+        # It stands for the operand of a graph, which runs as soon as it is made.
+        wait_for_writers()
+        return
     reference = _writers.get(_key(tensor)) if _writers else None
     writer = None if reference is None else reference()
     if writer is not None:
         writer.wait_for_reader()
+
+
+def wait_for_writers() -> None:
+    """Wait for every writer: a compiled graph reads rows without asking for them.
+
+    Raises:
+        Exception: The error that made a writer fail.
+    """
+    # A copy: waiting removes entries.
+    for reference in list(_writers.values()):
+        writer = reference()
+        if writer is not None:
+            writer.wait_for_reader()
 
 
 def is_any_in_use() -> bool:

@@ -112,6 +112,7 @@ class RowShardedDTensor(TracedAsItself):
     ) -> Self:
         """Make a tensor of other rows with the same cuts."""
         plain = DTensor.__tensor_unflatten__(inner, description, size, stride)
+        # A graph would have DTensor's own operations, which take the placements for the cuts.
         if IS_DISPATCH_BYPASSED:
             refuse("torch.compile", [plain], hint="Compile no function of parameters, or use 2.12")
         return _wrap_rows(cls, local_of(plain), spec_of(plain), layout_of(description))

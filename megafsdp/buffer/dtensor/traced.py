@@ -3,7 +3,8 @@
 It makes a graph for operands as it saw them: of their classes, and of the layouts that say which
 rows each rank has. Before it runs a graph again, and before it takes one from its files, it asks
 whether these are the same. A graph for one layout is wrong for another of the same shape, and its
-results have the layout that it was made for.
+results have the layout that it was made for. Another thread may write rows that a graph reads; the
+question is the place to wait for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from megafsdp.buffer.dtensor.busy_memory import wait_for_writers
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.mesh.torch_private import DTensorSpec, TensorMeta
 
@@ -32,11 +34,13 @@ class TracedAsItself(DTensor):
         stride: Sequence[int],
     ) -> Self:
         """Make a tensor of the class over other memory, at the offset that its local tensor has."""
+        # torch asserts that a graph's operands are of the class that its tracer made.
         made: Any = DTensor.__tensor_unflatten__(inner, description, size, stride)
         made.__class__ = cls
         return cast(Self, made)
 
     def _stable_hash_for_caching(self) -> str:
+        # Names a graph in torch's files. A gradient's spec is a parameter's, its class is not.
         return f"{type(self).__qualname__} {super()._stable_hash_for_caching()}"
 
 
@@ -59,7 +63,9 @@ class RowSpec(DTensorSpec):
         return self.tensor_meta.layout
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        # The guard of a graph: the first operand's spec, with that of the operand it was made for.
+        # The guard of a graph compares an operand's spec with that of the one it was made for, and
+        # the graph then reads the local tensor.
+        wait_for_writers()
         is_equal = super()._check_equals(other, skip_shapes)
         return is_equal and isinstance(other, RowSpec) and self.layout == other.layout
 
@@ -77,6 +83,7 @@ def spec_of_rows(spec: DTensorSpec, dtype: torch.dtype, layout: UnevenLayout) ->
     """Return a spec with another dtype and layout; itself if it has them."""
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor has a global shape"
+    # Results of a step have the spec of a parameter: making one costs more than their kernel.
     if isinstance(spec, RowSpec) and meta.dtype == dtype and spec.layout is layout:
         return spec
     meta = RowMeta(meta.shape, meta.stride, dtype)
@@ -96,4 +103,5 @@ def plain_spec(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def layout_of(description: Sequence[object]) -> UnevenLayout:
     """Return the layout in what :meth:`DTensor.__tensor_flatten__` says of a tensor of rows."""
+    # By class, not by its place, which changes between versions.
     return next(value.layout for value in description if isinstance(value, RowMeta))

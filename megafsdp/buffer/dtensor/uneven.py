@@ -371,6 +371,14 @@ class UnevenDTensor(RowShardedDTensor):
             )
         return _reduce(self)
 
+    def __setstate__(self, state: Any) -> None:
+        """Take over what a pickle has; the spec gets the layout again."""
+        # Attributes, or a pair of these and of what DTensor keeps in slots.
+        for attributes in state if isinstance(state, tuple) else (state,):
+            for name, value in (attributes or {}).items():
+                setattr(self, name, value)
+        self._spec = spec_of_rows(self._spec, self.dtype, self._uneven_layout)
+
     def __copy__(self) -> UnevenDTensor:
         """Copy the tensor by reference: the rows are the same memory."""
         return self.like(self._local_tensor)
@@ -466,7 +474,12 @@ def _reduce(tensor: UnevenDTensor) -> Any:
     if isinstance(tensor, nn.Parameter):
         # Without the attributes that tie it to its unit.
         return nn.Parameter, (tensor.like(tensor._local_tensor), tensor.requires_grad)
-    return super(UnevenDTensor, tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    # Files have torch's own spec: what torch.load() lets in by default, and what older files have.
+    described = make_dtensor(
+        UnevenDTensor, tensor._local_tensor, plain_spec(tensor._spec, tensor.dtype)
+    )
+    described._uneven_layout = tensor.uneven_layout
+    return super(UnevenDTensor, described).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 # A copy to another process of this job, as in torch's background saves, is no file.
@@ -569,31 +582,3 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
     return make_dtensor(DTensor, local, spec)
-
-
-def wrapper_as(
-    cls: type[DTensor], tensor: DTensor, dtype: torch.dtype, device: torch.device
-) -> Callable[[torch.Tensor], DTensor]:
-    """Return a function that wraps rows of one dtype and device like :func:`wrap_like`.
-
-    Everything that does not depend on the rows is made once, here: every backward wraps gradients
-    one by one.
-
-    Args:
-        cls: Class of the results; sharded like the tensor, or a plain DTensor.
-        tensor: The tensor that the results are wrapped like.
-        dtype: Dtype of the rows.
-        device: Device of the rows.
-    """
-    empty = torch.empty(0, dtype=dtype, device=device)
-    layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
-    spec = tensor._spec
-    spec = plain_spec(spec, dtype) if layout is None else spec_of_rows(spec, dtype, layout)
-
-    def wrapper(rows: torch.Tensor) -> DTensor:
-        result = make_dtensor(cls, rows, spec, empty)
-        if layout is not None:
-            result._uneven_layout = layout  # type: ignore[attr-defined]
-        return result
-
-    return wrapper

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.dbuffer import DBuffer
 from megafsdp.buffer.dtensor.op_rules import ReplicatedDTensor
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like, wrapper_as
+from megafsdp.buffer.dtensor.traced import plain_spec, spec_of_rows
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor, wrap_like
 from megafsdp.device.torch_private import post_accumulate_hooks
 from megafsdp.fsdp.params.group_buffers import LocalRows
 from megafsdp.fsdp.params.reduced_hook import ReducedHook
@@ -87,6 +88,34 @@ def _without_buffer(grad: torch.Tensor) -> torch.Tensor:
 
 def _itself(grad: torch.Tensor) -> torch.Tensor:
     return grad
+
+
+def wrapper_as(
+    cls: type[DTensor], tensor: DTensor, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor], DTensor]:
+    """Return a function that wraps rows of one dtype and device.
+
+    Everything that does not depend on the rows is made once, here: every backward wraps gradients
+    one by one.
+
+    Args:
+        cls: Class of the results; sharded like the tensor, or a plain DTensor.
+        tensor: The tensor that the results are wrapped like.
+        dtype: Dtype of the rows.
+        device: Device of the rows.
+    """
+    empty = torch.empty(0, dtype=dtype, device=device)
+    layout = tensor.uneven_layout if isinstance(tensor, UnevenDTensor) else None
+    spec = spec_of(tensor)
+    spec = plain_spec(spec, dtype) if layout is None else spec_of_rows(spec, dtype, layout)
+
+    def wrapper(rows: torch.Tensor) -> DTensor:
+        result = make_dtensor(cls, rows, spec, empty)
+        if layout is not None:
+            result._uneven_layout = layout  # type: ignore[attr-defined]
+        return result
+
+    return wrapper
 
 
 def common_buffer(grads: Sequence[torch.Tensor | None], indices: list[int]) -> DBuffer | None:

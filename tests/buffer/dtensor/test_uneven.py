@@ -143,6 +143,7 @@ def _pickles(case: str) -> bool:
         with torch.serialization.safe_globals([UnevenDTensor, UnevenLayout, ModelPart]):
             back = torch.load(file, weights_only=weights_only)["w"]
         assert torch.equal(back.local, full) and back.uneven_layout == tensor.uneven_layout
+        assert back._spec == tensor._spec
     return True
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.factories import make_replicated
-from megafsdp.buffer.dtensor.uneven import UnevenDTensor, wrapper_as
-from megafsdp.fsdp.params.main_gradient import _UnevenFlatGradient
+from megafsdp.buffer.dtensor.uneven import UnevenDTensor
+from megafsdp.fsdp.params.main_gradient import _UnevenFlatGradient, wrapper_as
 from megafsdp.mesh.fused_parts import FusedParts
 from megafsdp.optimizer.grads.clip import clip_grad_norm_
 from megafsdp.optimizer.grads.norms import num_zero_grads, parts_of, total_norm
