@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megafsdp.device.torch_private import is_fake
+from megafsdp.device.torch_private import is_fake, without_modes
 
 
 class Writer(Protocol):
@@ -54,8 +54,10 @@ def wait_for_writer(tensor: torch.Tensor) -> None:
         Exception: The error that made the writer fail.
     """
     if is_fake(tensor):
-        # It stands for the operand of a graph, which runs as soon as it is made.
-        wait_for_writers()
+        # It stands for the operand of a graph, which runs as soon as it is made. A writer may have
+        # operations on real tensors left for this thread.
+        with without_modes():
+            wait_for_writers()
         return
     reference = _writers.get(_key(tensor)) if _writers else None
     writer = None if reference is None else reference()
