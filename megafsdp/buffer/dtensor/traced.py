@@ -84,8 +84,8 @@ def spec_of_rows(spec: DTensorSpec, dtype: torch.dtype, layout: UnevenLayout) ->
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor has a global shape"
     # Results of a step have the spec of a parameter: making one costs more than their kernel.
-    if isinstance(spec, RowSpec) and meta.dtype == dtype and spec.layout is layout:
-        return spec
+    if isinstance(meta, RowMeta) and meta.layout is layout and meta.dtype == dtype:
+        return cast(RowSpec, spec)
     meta = RowMeta(meta.shape, meta.stride, dtype)
     meta.layout = layout
     return RowSpec(spec.mesh, spec.placements, tensor_meta=meta)
