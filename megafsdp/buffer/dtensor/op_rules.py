@@ -103,19 +103,13 @@ class RowShardedDTensor(TracedAsItself):
         return run_operator(func, args, kwargs or {})
 
     @classmethod
-    def __tensor_unflatten__(
-        cls: type[Self],
-        inner: Mapping[str, Any],
-        description: tuple[Any, ...],
-        size: Sequence[int],
-        stride: Sequence[int],
-    ) -> Self:
+    def __tensor_unflatten__(cls: type[Self], *parts: Any) -> Self:  # type: ignore[override]
         """Make a tensor of other rows with the same cuts."""
-        plain = DTensor.__tensor_unflatten__(inner, description, size, stride)
+        plain = DTensor.__tensor_unflatten__(*parts)
         # A graph would have DTensor's own operations, which take the placements for the cuts.
         if IS_DISPATCH_BYPASSED:
             refuse("torch.compile", [plain], hint="Compile no function of parameters, or use 2.12")
-        return _wrap_rows(cls, local_of(plain), spec_of(plain), layout_of(description))
+        return _wrap_rows(cls, local_of(plain), spec_of(plain), layout_of(parts[1]))
 
 
 def _wrap_rows(

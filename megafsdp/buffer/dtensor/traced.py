@@ -9,7 +9,7 @@ question is the place to wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,16 +26,13 @@ class TracedAsItself(DTensor):
     """A DTensor whose subclasses are traced as what they are; torch's would be plain DTensors."""
 
     @classmethod
-    def __tensor_unflatten__(
-        cls: type[Self],
-        inner: Mapping[str, Any],
-        description: tuple[Any, ...],
-        size: Sequence[int],
-        stride: Sequence[int],
-    ) -> Self:
-        """Make a tensor of the class over other memory, at the offset that its local tensor has."""
+    def __tensor_unflatten__(cls: type[Self], *parts: Any) -> Self:  # type: ignore[override]
+        """Make a tensor of the class over other memory, at the offset that its local tensor has.
+
+        ``parts`` are the inner tensors, what ``__tensor_flatten__`` says of them, size and stride.
+        """
         # torch asserts that a graph's operands are of the class that its tracer made.
-        made: Any = DTensor.__tensor_unflatten__(inner, description, size, stride)
+        made: Any = DTensor.__tensor_unflatten__(*parts)
         made.__class__ = cls
         return cast(Self, made)
 

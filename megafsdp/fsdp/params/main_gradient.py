@@ -73,9 +73,9 @@ class _UnevenFlatGradient(FlatGradient, UnevenDTensor):  # type: ignore[misc]
 
 class _ReplicatedFlatGradient(FlatGradient, ReplicatedDTensor):  # type: ignore[misc, metaclass]
     @classmethod
-    def __tensor_unflatten__(cls, *description: Any) -> DTensor:  # type: ignore[override]
+    def __tensor_unflatten__(cls, *parts: Any) -> DTensor:  # type: ignore[override]
         """Make one without a buffer, for graphs of ``torch.compile``."""
-        plain = DTensor.__tensor_unflatten__(*description)
+        plain = DTensor.__tensor_unflatten__(*parts)
         return make_dtensor(cls, local_tensor(plain), spec_of(plain))
 
 
