@@ -184,6 +184,8 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> li
     return losses
 
 
+# A stored graph of one of these optimizers is found for another, also under FSDP2.
+@torch._functorch.config.patch(enable_autograd_cache=False)
 def _steps_of_codes(name: str, directory: Path) -> None:
     import torchao.optim
     from torch.distributed import checkpoint as dcp
@@ -199,8 +201,6 @@ def _steps_of_codes(name: str, directory: Path) -> None:
             torch_fully_shard(net)
         return net, getattr(torchao.optim, name)(net.parameters(), lr=1e-2)
 
-    # A stored graph of one of these optimizers is found for another, also under FSDP2.
-    torch._functorch.config.enable_autograd_cache = False
     losses = [_train(*build(0, is_ours), range(4)) for is_ours in (False, True)]
     assert losses[0] == losses[1]
     first, second = build(0, True), build(1, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +18,14 @@ from megafsdp.buffer.dtensor.uneven import UnevenDTensor, full_tensor, local_ten
 from tests.buffer.cuts import cut, whole_mesh
 from tests.ranks import Ranks
 
-pytestmark = [
-    # The tracer asks every input for .grad, and torch warns where it is not a leaf.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+# The tracer asks every input for .grad, and torch warns where it is not a leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 TRACED = pytest.mark.skipif(IS_DISPATCH_BYPASSED, reason="torch 2.11 traces no rules of ours")
 UNEVEN: dict[str, object] = {"strategy": "optim_grads_params"}
 WAYS: list[dict[str, object]] = [UNEVEN, {"strategy": "no_shard"}, {"even_shards": True}]
 
 
-def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
@@ -47,13 +46,9 @@ def _net(options: dict[str, object]) -> nn.Module:
     return fully_shard(nn.Linear(5, 7), **options)
 
 
-def _trains(
-    options: dict[str, object], compile_: Callable[..., Callable[..., object]]
-) -> nn.Module:
-    net, batch = (
-        _net(options),
-        torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank())),
-    )
+def _trains(options: dict[str, object], compile_: Callable[..., Callable[..., Any]]) -> nn.Module:
+    net, draws = _net(options), torch.Generator().manual_seed(dist.get_rank())
+    batch = torch.randn(3, 5, generator=draws)
     step, average = compile_(_step), compile_(_average)
     momenta = [torch.zeros_like(p) for p in net.parameters()]
     averages = [p.detach().clone() for p in net.parameters()]
@@ -97,18 +92,18 @@ def _graphs_know_the_cuts() -> None:
     full = torch.arange(55.0).view(11, 5)
     first, second = (cut(full, whole_mesh(), skipped=n, shard_rows=4) for n in (0, 1))
     assert first.local.shape == second.local.shape or dist.get_rank() != 1
-    double = torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)
+    double = _compiled(lambda x: x * 2)
     for rows in (first, second, first):
         found = double(rows)
         assert isinstance(found, UnevenDTensor)
         assert found.uneven_layout == rows.uneven_layout
         assert torch.equal(found.full_tensor(), rows.full_tensor() * 2)
-    pick = torch.compile(lambda x: x[4] * 1, backend="aot_eager", fullgraph=True)
+    pick = _compiled(lambda x: x[4] * 1)
     for rows in (first, second):
         found = pick(rows)
         assert isinstance(found, UnevenDTensor)
         assert torch.equal(found.full_tensor(), rows.full_tensor()[4])
-    add = torch.compile(lambda x, y: x + y, backend="aot_eager", fullgraph=True)
+    add = _compiled(lambda x, y: x + y)
     assert torch.equal(add(first, first).full_tensor(), first.full_tensor() * 2)
     with pytest.raises(Exception, match="operands cut like the first"):
         add(first, second)
@@ -128,14 +123,14 @@ def _collectives_end_graphs() -> None:
         wanted = weight.detach().full_tensor() * 2
         whole_of = torch.compile(lambda p: p.full_tensor() * 2, backend="aot_eager")
         assert torch.equal(whole_of(weight.detach()), wanted)
-        rows = torch.compile(lambda p: p.to_local() * 2, backend="aot_eager", fullgraph=True)
+        rows = _compiled(lambda p: p.to_local() * 2)
         assert torch.equal(rows(weight.detach()), weight.detach().to_local() * 2)
-        norm = torch.compile(lambda p: p.norm() * 1, backend="aot_eager", fullgraph=True)
+        norm = _compiled(lambda p: p.norm() * 1)
         found = norm(weight.detach())
         assert isinstance(found, DTensor)
         found = found.redistribute(placements=[Replicate()] * found.device_mesh.ndim).to_local()
         torch.testing.assert_close(found * 2, wanted.norm())
-        product = torch.compile(lambda p: p @ p.t(), backend="aot_eager", fullgraph=True)
+        product = _compiled(lambda p: p @ p.t())
         if options is UNEVEN:
             with pytest.raises(Exception, match="an elementwise operation, or a statistic"):
                 product(weight.detach())

@@ -42,12 +42,7 @@ from megafsdp.buffer.dtensor.random_values import (
     write_rows,
 )
 from megafsdp.buffer.dtensor.statistics import STATISTICS, arguments_of, reduce_rows
-from megafsdp.buffer.dtensor.traced import (
-    TracedAsItself,
-    layout_of,
-    plain_spec,
-    spec_of_rows,
-)
+from megafsdp.buffer.dtensor.traced import TracedAsItself, layout_of, plain_spec, spec_of_rows
 from megafsdp.buffer.dtensor.uneven_layout import UnevenLayout
 from megafsdp.device.torch_private import IS_DISPATCH_BYPASSED as IS_DISPATCH_BYPASSED
 from megafsdp.device.torch_private import (

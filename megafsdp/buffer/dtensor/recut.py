@@ -29,12 +29,11 @@ def recut(value: DTensor, like: torch.Tensor) -> torch.Tensor:
         value: A DTensor of the parameter's shape, without padding.
         like: A sharded or replicated parameter, whose mesh and layout the result has.
     """
-    if isinstance(like, UnevenDTensor) and is_even_chunk(value, like):
-        return wrap_like(like, local_of(value))
-    full = whole_of(value)
-    if isinstance(like, UnevenDTensor):
-        full = like.uneven_layout.rows_of(full)
-    return wrap_like(like, full)
+    if not isinstance(like, UnevenDTensor):
+        return wrap_like(like, whole_of(value))
+    if is_even_chunk(value, like):
+        return like.like(local_of(value))
+    return like.like(like.uneven_layout.rows_of(whole_of(value)))
 
 
 def recut_state(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -579,6 +579,4 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return tensor.like(local)
     if not isinstance(tensor, DTensor):
         return local
-    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
-    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return make_dtensor(DTensor, local, spec)
+    return make_dtensor(DTensor, local, plain_spec(tensor._spec, local.dtype))
