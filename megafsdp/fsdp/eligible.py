@@ -18,6 +18,7 @@ from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.managed_parameter import ManagedParameter
 from megafsdp.fsdp.params.packed import is_packed
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, OffloadPolicy, Quantization
+from megafsdp.fsdp.params.wrapped import is_wrapped
 from megafsdp.mesh.annotation import annotation_of
 from megafsdp.quantize.recipes import QuantizationRecipe
 from megafsdp.quantize.tiles import SOURCE_DTYPES
@@ -61,6 +62,8 @@ def quantization_of(item: Candidate, policy: MixedPrecisionPolicy) -> Quantizati
 def _reason_to_keep(item: Candidate, recipe: QuantizationRecipe) -> str:
     if is_packed(item.parameter):
         return "packed by its own class"
+    if is_wrapped(item.parameter):
+        return "computed with by its own class"
     if not _is_linear_weight(item):
         return _NOT_LINEAR
     if item.is_kept_unquantized:

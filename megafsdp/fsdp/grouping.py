@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from megafsdp.buffer.comm.agreement import rank_and_world_size
 from megafsdp.buffer.comm.collectives import backends
+from megafsdp.buffer.dtensor.uneven import local_object
 from megafsdp.device.torch_private import num_gradient_hooks
 from megafsdp.errors import expected
 from megafsdp.fsdp.division import Division
@@ -38,10 +39,12 @@ from megafsdp.fsdp.params.packed import check_devices, is_packed
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
 from megafsdp.fsdp.params.policy import MixedPrecisionPolicy, Quantization, Strategy
 from megafsdp.fsdp.params.unit_ledger import UnitMemory
+from megafsdp.fsdp.params.wrapped import is_wrapped
 from megafsdp.fsdp.policy_names import UnitNames
 from megafsdp.fsdp.runtime.guards import is_ignored_at, refuse_gradient
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import annotation_of
+from megafsdp.mesh.torch_private import is_arriving
 
 _LOGGER = logging.getLogger("megafsdp.fsdp")
 # Set on full parameters: the name of the unit that owns the sharded form, and the FQN in it.
@@ -237,9 +240,9 @@ def find_parameters(
             or the policy's function chose a dtype that it may not.
             Or a name in the policy matches only parameters of inner units, which have another
             policy.
-        NotImplementedError: A parameter is of a subclass (other than DTensor, and frozen ones that
-            are packed), complex, or floating-point of 8 bits, or of a module that ``torch.jit`` has
-            compiled.
+        NotImplementedError: A parameter is of a subclass (other than DTensor, frozen ones that are
+            packed, and wrappers of a plain tensor), complex, or floating-point of 8 bits, or of a
+            module that ``torch.jit`` has compiled.
     """
     ignored_ids = _ids_of(ignored)
     owned_below = {id(g) for unit in units_below(modules).values() for g in unit.groups}
@@ -463,15 +466,12 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             )
         )
     # A parameter over a flat buffer has none of the subclass's operations.
-    if type(parameter) not in (nn.Parameter, DTensor) and not is_packed(parameter):
-        cls = type(parameter)
+    local = local_object(parameter)
+    is_plain = type(local) in (nn.Parameter, torch.Tensor) or is_arriving(local)
+    if not (is_plain or is_packed(parameter) or is_wrapped(parameter)):
+        cls = type(local)
         hint = "Name it in ignored_params, which leaves it whole on every rank, or convert or "
         hint += "quantize after training"
-        if hasattr(cls, "fsdp_pre_all_gather"):
-            hint = "Its hooks for FSDP2's gathers are not called: convert without them (torchao: "
-            hint += "enable_fsdp_float8_all_gather=False). MixedPrecisionPolicy(recipe="
-            hint += "'fp8_current') gathers FP8 codes. A frozen weight, such as torchao's NF4, may "
-            hint += "be named in ignored_params, which leaves it whole on every rank"
         if nn.parameter.is_lazy(parameter):
             hint = "Run a forward of the lazy module first, which gives it a shape"
         raise NotImplementedError(

@@ -201,11 +201,13 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that users and layers set on a tensor, without a DTensor's own fields.
+    """Return the attributes that users and layers set on a tensor, without what it is made of.
 
-    Public: ``vars()``, which includes the fields of a DTensor. 2.11 to 2.15.
+    Public: ``vars()``, which includes a DTensor's fields and what wraps a tensor. 2.11 to 2.15.
     """
-    fields = ("_local_tensor", "_spec")
+    fields = ["_local_tensor", "_spec"]
+    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor):
+        fields = tensor.__tensor_flatten__()[0]
     return {name: value for name, value in vars(tensor).items() if name not in fields}
 
 

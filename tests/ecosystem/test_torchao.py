@@ -15,6 +15,7 @@ from torch import nn
 from megafsdp import checkpoint, fully_shard, fully_shard_model
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.fsdp.keywords import StrategyChoice
+from megafsdp.fsdp.params.wrapped import is_wrapped, unwrapped
 from tests.fsdp.toy import adamw, assert_same_grads, full_tensors
 from tests.ranks import Ranks
 
@@ -48,6 +49,29 @@ def _in_float8(net: nn.Module, **options: bool) -> None:
     convert_to_float8_training(net, config=Float8LinearConfig(emulate=True, **options))
 
 
+def _in_wrapped_float8(net: nn.Module) -> None:
+    _in_float8(net, enable_fsdp_float8_all_gather=True)
+
+
+def _in_int8(net: nn.Module) -> None:
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+    from torchao.quantization import quantize_
+
+    quantize_(net, int8_mixed_precision_training())
+
+
+def _in_mxfp8(net: nn.Module) -> None:
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    config = MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED)
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            weight = MXFP8TrainingWeightWrapperTensor(module.weight.detach(), config)
+            module.weight, module.bias = nn.Parameter(weight), None
+
+
 def _quantization_aware(net: nn.Module) -> None:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
@@ -65,12 +89,12 @@ def _quantization_aware(net: nn.Module) -> None:
 def _trains(convert: Callable[[nn.Module], None], strategy: StrategyChoice) -> None:
     reference = nn.Sequential(Block(), Block())
     convert(reference)
-    assert type(reference[0].up) is not nn.Linear
+    assert type(reference[0].up) is not nn.Linear or is_wrapped(reference[0].up.weight)
     net = fully_shard_model(copy.deepcopy(reference), [Block], strategy=strategy)
     optimizers = [adamw(reference), adamw(net)]
     num_ranks = dist.get_world_size()
     for _ in range(3):
-        batch = torch.randn(num_ranks, 4, WIDTH)
+        batch = torch.randn(num_ranks, 32, WIDTH)
         # Scales of a batch are its own, so the oracle runs the ranks' batches one by one.
         for part in batch:
             (reference(part).square().mean() / num_ranks).backward()
@@ -80,11 +104,13 @@ def _trains(convert: Callable[[nn.Module], None], strategy: StrategyChoice) -> N
             optimizer.step()
             optimizer.zero_grad()
     for name, found in full_tensors(dict(net.named_parameters())).items():
-        assert torch.equal(found, reference.get_parameter(name)), name
+        assert torch.equal(found, unwrapped(reference.get_parameter(name))), name
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
-@pytest.mark.parametrize("convert", [_in_float8, _quantization_aware])
+@pytest.mark.parametrize(
+    "convert", [_in_float8, _in_wrapped_float8, _in_int8, _in_mxfp8, _quantization_aware]
+)
 def test_training_has_the_bits_of_one_process(
     ranks: Ranks, convert: Callable[[nn.Module], None], strategy: StrategyChoice
 ) -> None:
@@ -92,19 +118,7 @@ def test_training_has_the_bits_of_one_process(
     ranks(2).run(_trains, convert, strategy)
 
 
-def _gathers_of_codes() -> None:
-    net = Block()
-    _in_float8(net, enable_fsdp_float8_all_gather=True)
-    with pytest.raises(NotImplementedError, match=r"'up.weight'.*all_gather=False.*fp8_current"):
-        fully_shard(net)
-
-
-def test_weights_with_gathers_of_their_own_are_refused(ranks: Ranks) -> None:
-    """By the parameter's name, with the recipe that gathers codes."""
-    ranks(2).run(_gathers_of_codes)
-
-
-def _in_nf4(net: nn.Module) -> None:
+def _of_nf4(net: nn.Module) -> None:
     from torchao.quantization import NF4Tensor
 
     for module in net.modules():
@@ -113,7 +127,7 @@ def _in_nf4(net: nn.Module) -> None:
             module.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _in_int8(net: nn.Module) -> None:
+def _of_int8(net: nn.Module) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     quantize_(net.requires_grad_(False), Int8WeightOnlyConfig())
@@ -152,7 +166,7 @@ def _trains_beside_codes(convert: Callable[[nn.Module], None], directory: Path) 
     assert torch.equal(other(batch[0]), reference(batch[0]))
 
 
-@pytest.mark.parametrize("convert", [_in_nf4, _in_int8])
+@pytest.mark.parametrize("convert", [_of_nf4, _of_int8])
 def test_frozen_codes_train_others_as_ignored_parameters(
     ranks: Ranks, convert: Callable[[nn.Module], None], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from megafsdp.buffer.dtensor.unwritten import is_unwritten, mark_unwritten, mark
 from megafsdp.device.memory import poison
 from megafsdp.errors import expected, listed
 from megafsdp.fsdp.params.parameter_group import ParameterGroup, group_of
+from megafsdp.fsdp.params.wrapped import rewrapped
 from megafsdp.mesh.annotation import copy_annotation
 from megafsdp.mesh.torch_private import attributes_of
 
@@ -212,11 +213,11 @@ def is_filled(tensor: torch.Tensor) -> bool:
 def _unfilled_like(original: torch.Tensor, device: torch.device) -> torch.Tensor:
     # A tensor made in inference mode could never be trained outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        shape = local_tensor(original).shape
-        made = torch.empty(shape.numel(), dtype=original.dtype, device=device)
+        given = local_tensor(original)
+        made = torch.empty(given.numel(), dtype=original.dtype, device=device)
         poison(made)
         # The part of a rank of a model axis stays a DTensor.
-        made = wrap_like(original, made.view(shape))
+        made = wrap_like(original, rewrapped(given, made.view(given.shape)))
         if isinstance(original, nn.Parameter):
             made = nn.Parameter(made, requires_grad=original.requires_grad)
     copy_attributes(original, made)

@@ -67,6 +67,7 @@ from megafsdp.fsdp.params.packed import is_packed, keep_class_and_attributes
 from megafsdp.fsdp.params.policy import Quantization, Strategy
 from megafsdp.fsdp.params.quantized_weight import QuantizedWeight
 from megafsdp.fsdp.params.unit_ledger import HostMemory, UnitMemory
+from megafsdp.fsdp.params.wrapped import rewrapped, unwrapped
 from megafsdp.mesh.dtensor import are_placements_exact
 from megafsdp.mesh.torch_private import attributes_of
 from megafsdp.quantize.tensor import QuantizedTensor
@@ -307,7 +308,7 @@ class ParameterGroup:
         return [view if view.numel() else nothing.view(view.shape) for view in views]
 
     def _make_parameters(self, index: int, original: nn.Parameter) -> None:
-        parameter = self.parameters[index]
+        parameter, given = self.parameters[index], local_tensor(original)
         parameter.dtype = original.dtype
         local = self.main_weight.tensor(index)
         if self.axes.has_whole:
@@ -316,7 +317,7 @@ class ParameterGroup:
         # Every rank copies its own rows of its own original: no collective.
         if not original.is_meta:
             start, stop = self.layout.owned_range(index, max(self.axes.shard, 0))
-            local.copy_(local_tensor(original).reshape(-1)[start:stop])
+            local.copy_(unwrapped(given).reshape(-1)[start:stop])
         sharded = nn.Parameter(self._as_dtensor(index, local), requires_grad=original.requires_grad)
         # torch.nn's initialisers must find our rule, however they were imported.
         run_truncated_normal(fill_truncated)
@@ -337,7 +338,7 @@ class ParameterGroup:
         # The view's memory is freed and allocated again, but the object stays: autograd may save it
         # in forward and read it in backward, after the storage was gathered anew.
         shape = torch.Size(parameter.spec.shape)
-        full = self.compute_weight.assemble(index, shape, parameter.name, local)
+        full = rewrapped(given, self.compute_weight.assemble(index, shape, parameter.name, local))
         parameter.sharded = sharded
         parameter.unsharded = parameter.model.unsharded(full, requires_grad=original.requires_grad)
         keep_class_and_attributes(original, parameter.unsharded)
