@@ -127,7 +127,7 @@ def _train(**options: object) -> None:
     reference, net = _net(), _sharded(_net(), fully_shard, **options)
     weight = net[0].weight
     # Optimizers and checkpoints see a plain weight, which does not keep the whole one alive.
-    assert type(weight.to_local()) is torch.Tensor and weight.is_mine
+    assert type(weight.detach().to_local()) is torch.Tensor and weight.is_mine
     assert "inner" not in vars(weight)
     optimizers = [adamw(reference), adamw(net)]
     for _ in range(3):
