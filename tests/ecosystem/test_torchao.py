@@ -86,12 +86,16 @@ def _quantization_aware(net: nn.Module) -> None:
     )
 
 
-def _trains(convert: Callable[[nn.Module], None], strategy: StrategyChoice) -> None:
+def _trains(
+    convert: Callable[[nn.Module], None], strategy: StrategyChoice, is_compiled: bool
+) -> None:
     reference = nn.Sequential(Block(), Block())
     convert(reference)
     assert type(reference[0].up) is not nn.Linear or is_wrapped(reference[0].up.weight)
     net = fully_shard_model(copy.deepcopy(reference), [Block], strategy=strategy)
     optimizers = [adamw(reference), adamw(net)]
+    for block in (*reference, *net) if is_compiled else ():
+        block.compile()
     num_ranks = dist.get_world_size()
     for _ in range(3):
         batch = torch.randn(num_ranks, 32, WIDTH)
@@ -107,15 +111,21 @@ def _trains(convert: Callable[[nn.Module], None], strategy: StrategyChoice) -> N
         assert torch.equal(found, unwrapped(reference.get_parameter(name))), name
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize(
+    ("strategy", "is_compiled"),
+    [("optim_grads_params", False), ("optim_grads_params", True), ("optim", False)],
+)
 @pytest.mark.parametrize(
     "convert", [_in_float8, _in_wrapped_float8, _in_int8, _in_mxfp8, _quantization_aware]
 )
 def test_training_has_the_bits_of_one_process(
-    ranks: Ranks, convert: Callable[[nn.Module], None], strategy: StrategyChoice
+    ranks: Ranks,
+    convert: Callable[[nn.Module], None],
+    strategy: StrategyChoice,
+    is_compiled: bool,
 ) -> None:
     """Two ranks' gradients are halved and added, which rounds alike on both sides."""
-    ranks(2).run(_trains, convert, strategy)
+    ranks(2).run(_trains, convert, strategy, is_compiled)
 
 
 def _of_nf4(net: nn.Module) -> None:
