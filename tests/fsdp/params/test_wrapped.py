@@ -48,16 +48,18 @@ STRUCTURAL = {
 }
 
 
-class Rounded(torch.Tensor):
-    """A weight that enters products in multiples of a step, as torchao's enter them in FP8."""
+class Rounding(torch.Tensor):
+    """A weight that enters products in multiples of a step; not made for FSDP2."""
 
     inner: torch.Tensor
     step: float
+    shown_dtype: torch.dtype | None = None
 
-    def __new__(cls, inner: torch.Tensor, step: float) -> Rounded:
+    def __new__(cls, inner: torch.Tensor, step: float) -> Rounding:
         """Make a tensor without memory of its own."""
+        dtype = cls.shown_dtype or inner.dtype
         made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device
+            cls, inner.shape, inner.stride(), dtype=dtype, device=inner.device
         )
         made.inner, made.step = inner, step
         return made
@@ -70,11 +72,11 @@ class Rounded(torch.Tensor):
         is_exact = func in STRUCTURAL or func._schema.is_mutable
 
         def unwrap(value: Any) -> Any:
-            if not isinstance(value, Rounded):
+            if not isinstance(value, Rounding):
                 return value
             return value.inner if is_exact else (value.inner / value.step).round() * value.step
 
-        step = next(each.step for each in args if isinstance(each, Rounded))
+        step = next(each.step for each in args if isinstance(each, Rounding))
         found = func(*map(unwrap, args), **(kwargs or {}))
         if func._schema.is_mutable:
             return args[0]
@@ -89,9 +91,13 @@ class Rounded(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], step: float, shape: Any, stride: Any
-    ) -> Rounded:
+    ) -> Rounding:
         """Undo it."""
         return cls(inner["inner"], step)
+
+
+class Rounded(Rounding):
+    """The same for FSDP2, as torchao has such classes, whose weights enter products in FP8."""
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, shape: Any, stride: Any, module: nn.Module, policy: Any
@@ -104,6 +110,12 @@ class Rounded(torch.Tensor):
     ) -> tuple[Rounded, tuple[torch.Tensor, ...]] | None:
         """Return what FSDP2 shows to forward."""
         return None if out is not None else (Rounded(outputs[0], self.step), outputs)
+
+
+class Coded(Rounded):
+    """Codes of another dtype than that of the weight."""
+
+    shown_dtype = torch.float32
 
 
 def _net(seed: int = 0) -> nn.Sequential:
@@ -199,6 +211,20 @@ def _parts() -> None:
         codes = Codes(torch.zeros(2, 2, dtype=torch.int8), torch.ones(2, 1))
         odd.weight = nn.Parameter(wrap_part(codes, mesh["tp"], (Shard(0),), (4, 2)))
         fully_shard(odd, mesh=mesh["dp"])
+
+
+def _others() -> None:
+    for cls, dtype in ((Rounding, torch.float32), (Coded, torch.int8)):
+        layer = nn.Linear(2, 2, bias=False)
+        weight = cls(torch.zeros(2, 2, dtype=dtype), STEP)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(NotImplementedError, match=rf"'weight', a tests.*{cls.__name__}\."):
+            fully_shard(layer)
+
+
+def test_other_wrappers_are_refused(ranks: Ranks) -> None:
+    """By name: rows of what they wrap may not be rows of the weight."""
+    ranks(1).run(_others)
 
 
 def test_parts_of_a_model_axis_are_wrapped_too(ranks: Ranks) -> None:
