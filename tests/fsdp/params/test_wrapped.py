@@ -243,11 +243,17 @@ def _states(directory: Path) -> None:
     assert torch.equal(net(batch), expected(batch))
     state = full_state_dict(net)
     assert {type(value) for value in state.values()} == {torch.Tensor}
+    with torch.device("meta"):
+        ignoring = _net()
+    fully_shard(ignoring, ignored_params=[ignoring[2].weight])
+    materialize(ignoring)
+    left = ignoring[2].weight
+    assert type(left) is Rounded and not left.inner.is_meta and not left.inner.isnan().any()
     other = _sharded(_net(seed=1), fully_shard)
     load_full_state_dict(other, state)
     assert torch.equal(other(batch), expected(batch))
 
 
 def test_checkpoints_and_full_states_have_plain_tensors(ranks: Ranks, tmp_path: Path) -> None:
-    """Loaded into weights that came on the meta device."""
+    """Loaded into weights that came on the meta device, where ignored ones keep their class."""
     ranks(2).run(_states, tmp_path)
