@@ -62,6 +62,7 @@ def quantization_of(item: Candidate, policy: MixedPrecisionPolicy) -> Quantizati
 def _reason_to_keep(item: Candidate, recipe: QuantizationRecipe) -> str:
     if is_packed(item.parameter):
         return "packed by its own class"
+    # Its operations are those of its class, which know nothing of our codes.
     if is_wrapped(item.parameter):
         return "computed with by its own class"
     if not _is_linear_weight(item):

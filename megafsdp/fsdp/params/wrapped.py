@@ -57,6 +57,7 @@ def rewrapped(original: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
         return full
     cls: Any = type(original)
     (name,), context = cast(Any, original).__tensor_flatten__()
+    # It has no memory of its own, so it is made once: each gather fills what it wraps.
     return cast(
         torch.Tensor, cls.__tensor_unflatten__({name: full}, context, full.shape, full.stride())
     )
