@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megafsdp import checkpoint, fully_shard, fully_shard_model
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
@@ -126,6 +127,43 @@ def test_training_has_the_bits_of_one_process(
 ) -> None:
     """Two ranks' gradients are halved and added, which rounds alike on both sides."""
     ranks(2).run(_trains, convert, strategy, is_compiled)
+
+
+def _trains_parts() -> None:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+    from torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    losses = []
+    for shard, has_wrappers in (
+        (torch_fully_shard, False),
+        (fully_shard, False),
+        (fully_shard, True),
+    ):
+        torch.manual_seed(0)
+        net = Block()
+        net.up.bias = net.down.bias = None
+        _in_float8(net, enable_fsdp_float8_all_gather=has_wrappers)
+        plan = {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
+        shard(parallelize_module(net, mesh["tp"], plan), mesh=mesh["dp"])
+        optimizer = adamw(net)
+        for step in range(3):
+            draws = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+            loss = net(torch.randn(16, WIDTH, generator=draws)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            precompute_float8_dynamic_scale_for_fsdp(net)
+            losses.append(loss.item())
+    assert losses[3:6] == losses[6:]
+    assert losses[:3] == pytest.approx(losses[3:6], rel=1e-6)
+
+
+def test_losses_over_tensor_parallel_parts_are_those_of_fsdp2(ranks: Ranks) -> None:
+    """Whose own gathers of FP8 gloo refuses, so its weights are not wrapped."""
+    ranks(4).run(_trains_parts)
 
 
 def _of_nf4(net: nn.Module) -> None:
