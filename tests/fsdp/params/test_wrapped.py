@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megafsdp import (
     MixedPrecisionPolicy,
@@ -25,7 +25,7 @@ from megafsdp import (
     materialize,
 )
 from megafsdp.errors import ConfigError
-from megafsdp.mesh.torch_private import wrap_part
+from megafsdp.mesh.torch_private import is_arriving, local_of, wrap_part
 from tests.fsdp.composed import Codes
 from tests.fsdp.toy import adamw, assert_same_grads, full_tensors, options_of_strategies
 from tests.ranks import Ranks
@@ -206,6 +206,13 @@ def _parts() -> None:
     found.full_tensor().square().mean().backward()
     wanted.square().mean().backward()
     assert_same_grads(layer, whole, rtol=0, atol=0)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    values = layer.weight.detach().clone()
+    cut = distribute_tensor(values, mesh["tp"], [Shard(0)])
+    layer.weight = nn.Parameter(cut.redistribute(placements=[Replicate()], async_op=True))
+    assert is_arriving(local_of(layer.weight))
+    fully_shard(layer, mesh=mesh["dp"])
+    assert torch.equal(layer.weight.full_tensor(), values)
     with pytest.raises(NotImplementedError, match=r"'weight', a tests.*Codes.*ignored_params"):
         odd = nn.Linear(2, 2, bias=False)
         codes = Codes(torch.zeros(2, 2, dtype=torch.int8), torch.ones(2, 1))
@@ -228,7 +235,7 @@ def test_other_wrappers_are_refused(ranks: Ranks) -> None:
 
 
 def test_parts_of_a_model_axis_are_wrapped_too(ranks: Ranks) -> None:
-    """A DTensor over a class that does not wrap one plain tensor is refused by that class."""
+    """A DTensor over another class is refused by that class, unless it is torch's for arrivals."""
     ranks(4).run(_parts)
 
 
