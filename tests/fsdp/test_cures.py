@@ -58,6 +58,9 @@ def _operations(strategy: str) -> None:
     # A norm multiplies by its weight; where no graph is made, it is rather an optimizer.
     reason = "within autograd" if IS_DISPATCH_BYPASSED else "operands cut like the first"
     _refused(lambda: x * block.norm.weight, reason, *gathers)
+    if IS_DISPATCH_BYPASSED:
+        with pytest.raises(RuntimeError, match=r"torch\.compile\(\) traces it: torch 2\.12"):
+            torch.compile(torch.square, backend="eager")(weight)
     with torch.no_grad():
         _refused(lambda: weight.mul_(torch.ones(5 * WIDTH, WIDTH)), "copy_from_full_()")
     # A gradient is of no unit to be gathered.

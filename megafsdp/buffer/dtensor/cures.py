@@ -45,6 +45,7 @@ _OPERATIONS: dict[str, str] = {
     **dict.fromkeys(("linalg_qr", "eye", "select", "index_put_", "__setitem__"), _INITIALISE),
     "within autograd": "Call it under torch.no_grad(), or on .detach(): torch 2.11 loses the cuts "
     "of gradients",
+    "storage_offset": "If torch.compile() traces it: torch 2.12 and later do, 2.11 does not",
     "a draw beside an initialiser": "Draw each module's own parameters in its own initializer",
     "pickle": _SAVE,
     "HuggingFaceStorageWriter": _SAFETENSORS,
