@@ -277,6 +277,10 @@ def _by_itself(
     """Return a state like its parameter in this dtype: the current one, or zeros."""
     if current is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    local = local_tensor(parameter)
+    # A load may bring plain rows, flat ones too.
+    if local_tensor(current).shape != local.shape:
+        current = local_tensor(current).reshape(local.shape)
     if isinstance(parameter, DTensor) and not isinstance(current, DTensor):
         current = wrap_like(parameter, current)
     return current if current.dtype == dtype else current.to(dtype)

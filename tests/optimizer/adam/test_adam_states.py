@@ -290,13 +290,19 @@ def test_a_rank_without_elements_counts_steps_too(ranks: Ranks, tmp_path: Path) 
 
 
 def test_states_of_plain_parameters_are_plain() -> None:
-    """No DTensor appears where there was none."""
+    """No DTensor appears where there was none; flat rows that are loaded get the shape."""
     weight = nn.Parameter(torch.ones(4, 4))
     weight.grad = torch.ones_like(weight)
     for mode in (FP32, BF16, FP8):
         optimizer = FusedAdam([weight], exp_avg_dtype=mode)
         optimizer.step()
-        assert type(optimizer.state[weight]["exp_avg"]) is torch.Tensor
+        packed = optimizer.state_dict()
+        states = {n: v.reshape(-1) if v.ndim else v for n, v in packed["state"][0].items()}
+        optimizer.load_state_dict(packed | {"state": {0: states}})
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state = optimizer.state[weight][kind]
+            assert type(state) is torch.Tensor and state.shape == weight.shape
+            assert torch.equal(optimizer.get_unscaled_state(weight, kind).view(-1), states[kind])
 
 
 def _refuses_mixtures(is_named: bool) -> str:
