@@ -60,11 +60,19 @@ def _counts_all() -> None:
     moved = fully_shard(nn.Linear(8, 8, bias=False))
     for others in (kept.parameters(), [nn.Parameter(torch.zeros(96))]):
         parameters = [*others, *moved.parameters()]
-        assert groups_to_offload(parameters, 0.25) == groups_of(moved.parameters())
+        for fraction in (0.25, 1.0):
+            assert groups_to_offload(parameters, fraction) == groups_of(moved.parameters())
+    shared = fully_shard(nn.Linear(8, 8))
+    assert groups_to_offload([shared.weight, *moved.parameters()], 1.0) == groups_of([moved.weight])
+    shared.bias.requires_grad_(False)
+    assert groups_to_offload([shared.weight], 1.0) == groups_of([shared.weight])
 
 
 def test_a_fraction_is_one_of_all_parameters(ranks: Ranks) -> None:
-    """Of units that cannot be offloaded and of plain tensors too."""
+    """Of units that cannot be offloaded, such as one of which a part is not given, and of tensors.
+
+    What is not given and frozen is no such part.
+    """
     ranks(2).run(_counts_all)
 
 
