@@ -266,6 +266,27 @@ def test_no_hook_stays_on_what_was_saved(tmp_path: Path, end: str) -> None:
         wait_for_saves()
 
 
+def test_a_forward_may_change_buffers_before_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No forward waits for the copies: stored are the statistics of the call."""
+    model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    gate, copy = threading.Event(), Staging.copy
+
+    def late(staging: Staging) -> None:
+        assert gate.wait(60)
+        copy(staging)
+
+    monkeypatch.setattr(Staging, "copy", late)
+    pending = async_save(tmp_path, step=1, model=model)
+    model(torch.randn(4, 3))
+    gate.set()
+    pending.result()
+    load(tmp_path, model=other)
+    assert model.num_batches_tracked == 1
+    assert other.num_batches_tracked == 0 and not other.running_mean.any()
+
+
 def test_the_working_directory_may_change_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,11 +374,21 @@ def _collector_beside_a_save(root: Path) -> tuple[list[bool], bool]:
         pending.result()
     stays_off = not gc.isenabled() or not waits
     gc.enable()
-    return seen, stays_off and gc.get_threshold()[0] > 0
+    threshold = gc.get_threshold()
+
+    def choose(point: str) -> None:
+        if point == "manifest written":
+            gc.set_threshold(123)
+
+    with mock.patch.object(on_disk, "reached", choose):
+        save(root, step=2, model=model)
+    stays_chosen = gc.get_threshold()[0] == 123 or not waits
+    gc.set_threshold(*threshold)
+    return seen, stays_off and stays_chosen and threshold[0] > 0
 
 
 def test_the_collector_is_the_callers(ranks: Ranks, tmp_path: Path) -> None:
-    """It runs while a background save waits for a slow rank, and is off when it was put off."""
+    """It runs while a background save waits for a slow rank, and is as it was set meanwhile."""
     assert ranks(2).run(_collector_beside_a_save, tmp_path) == [([True] * 20, True)] * 2
 
 
