@@ -5,6 +5,7 @@ Checkpoints of offloaded optimizers are in the tests of that folder.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.buffer.dtensor.uneven import local_tensor
 from megafsdp.device import host_memory
 from megafsdp.device.background import BackgroundThread, Job
+from megafsdp.device.host_copies import ThreadLink
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload.placement import groups_of
 from tests.fsdp.toy import Net, shard
@@ -363,6 +365,27 @@ def _mixed_grads() -> None:
 def test_gradients_of_two_backwards_are_copied_from_where_they_are(ranks: Ranks) -> None:
     """A user may have kept some of an older one, which lie in another buffer."""
     ranks(2).run(_mixed_grads)
+
+
+def _grads_are_freed() -> None:
+    case, link = Case(1.0, max_grad_norm=100.0, speculate=False), ThreadLink()
+    net = make_net(case)
+    optimizer = make_optimizer(net, case, link=link)
+    with microbatch(net, is_last=True):
+        backward(net, seed=0)
+    grads = [group.gradients.main_grad.buffer for group in groups_of(net.parameters())]
+    flats = [weakref.ref(buffer.flat) for buffer in grads if buffer is not None]
+    del grads
+    # Copies are made in order, so those of all gradients are complete.
+    link.to_host([(torch.zeros(1), torch.zeros(1))]).wait()
+    assert len(flats) == 4 and all(flat() is not None for flat in flats)
+    optimizer.zero_grad()
+    assert not any(flat() is not None for flat in flats)
+
+
+def test_gradients_that_no_step_used_are_freed(ranks: Ranks) -> None:
+    """As after an overflow: their copies began in backward, and have read them."""
+    ranks(2).run(_grads_are_freed)
 
 
 def _few_rows() -> dict[str, Any]:
