@@ -34,6 +34,7 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.device.memory import Category
+from megafsdp.errors import CheckpointError
 from megafsdp.fsdp.runtime.unit import units_below
 from megafsdp.mesh.annotation import ExpertRange, annotate, annotation_of
 from megafsdp.models import ModelConfig, build_model, unit_classes
@@ -344,7 +345,7 @@ def test_full_parameters_of_one_unit_exist_at_a_time(ranks: Ranks) -> None:
     ranks(2).run(_peak)
 
 
-def _unfilled() -> None:
+def _unfilled(directory: Path) -> None:
     def fill_some(module: nn.Module) -> None:
         if not isinstance(module, nn.LayerNorm | nn.BatchNorm1d):
             initialize(module)
@@ -362,14 +363,18 @@ def _unfilled() -> None:
     assert all(buffer.is_meta for buffer in model.buffers())
     with pytest.raises(RuntimeError, match=r"materialize\(model\)"):
         model(torch.ones(1, 5))
+    with pytest.raises(CheckpointError, match=r"without values.*materialize\(model\)"):
+        checkpoint.save(directory, step=1, model=model)
     torch.manual_seed(SEED)
     materialize(model)
     assert_equal_state(model, unsharded(Deep))
 
 
-def test_what_is_not_filled_is_named_and_another_call_begins_afresh(ranks: Ranks) -> None:
-    """All names at once; buffers whose dtype has no NaN too."""
-    ranks(2).run(_unfilled)
+def test_what_is_not_filled_is_named_and_another_call_begins_afresh(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """All names at once; buffers whose dtype has no NaN too; nothing of it is saved."""
+    ranks(2).run(_unfilled, tmp_path)
 
 
 def _different_seeds() -> None:
