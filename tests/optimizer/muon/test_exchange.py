@@ -62,17 +62,23 @@ def test_the_holder_owns_where_loads_are_equal() -> None:
 
 @given(num_ranks=st.integers(1, 9), seed=st.integers(0, 10**6), bucket=st.integers(1, 800))
 def test_rounds_are_bounded(num_ranks: int, seed: int, bucket: int) -> None:
-    """Every matrix is in one round; no rank owns more than a bucket or the largest matrix."""
+    """Every matrix is in one round, which one more would make too large for some rank."""
     matrices = _matrices(num_ranks, seed)
     owners = choose_owners(matrices, num_ranks)
     rounds = choose_rounds(matrices, owners, num_ranks, bucket)
     assert sorted(i for each in rounds for i in each) == list(range(len(matrices)))
     limit = max(bucket, *(m.numel for m in matrices))
+
+    def fits(indices: list[int], rank: int) -> bool:
+        """Return whether a rank owns and holds no more of a round than it may."""
+        held = [matrices[i].ranges[rank] for i in indices]
+        owned = sum(matrices[i].numel for i in indices if owners[i] == rank)
+        return owned <= limit and sum(stop - start for start, stop in held) <= 2 * limit
+
     for each in rounds:
-        for rank in range(num_ranks):
-            assert sum(matrices[i].numel for i in each if owners[i] == rank) <= limit
-            held = [matrices[i].ranges[rank] for i in each]
-            assert sum(stop - start for start, stop in held) <= 2 * limit
+        assert all(fits(each, rank) for rank in range(num_ranks))
+    for each, (first, *_) in itertools.pairwise(rounds):
+        assert not all(fits([*each, first], rank) for rank in range(num_ranks))
 
 
 def test_large_matrices_of_many_owners_share_a_round() -> None:
