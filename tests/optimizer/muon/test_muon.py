@@ -523,6 +523,25 @@ def test_fused_matrices_of_a_stack_step_as_each_alone(fused: FusedParts) -> None
     assert torch.equal(stack.detach(), torch.stack([m.detach() for m in alone]))
 
 
+@pytest.mark.parametrize(
+    ("split", "shapes"),
+    [
+        ("none", [(48, 12)]),
+        ("parts", [(24, 12), (12, 12), (12, 12)]),
+        ("groups", [(8, 12), (4, 12), (4, 12)] * 3),
+    ],
+)
+def test_the_cost_of_a_matrix_is_that_of_its_products(
+    split: str, shapes: list[tuple[int, int]]
+) -> None:
+    """Owners are chosen by it: products over the shorter side of each logical matrix."""
+    weight = nn.Parameter(torch.ones(48, 12))
+    annotate(weight, fused=QKV)
+    options = Muon([weight], split_fused=split).param_groups[0]
+    (matrix,) = muon_matrix.matrices_of(weight, options)
+    assert matrix.cut().cost == sum(r * c * min(r, c) for r, c in shapes)
+
+
 def test_four_dimensions_are_refused_unless_adamw_steps_them() -> None:
     """A kernel of a convolution is no stack of matrices."""
     kernel = nn.Parameter(torch.ones(2, 2, 3, 3))
