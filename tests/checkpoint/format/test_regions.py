@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 
 from megafsdp.buffer.dtensor.uneven_layout import Region, whole
 from megafsdp.checkpoint.format.regions import (
@@ -116,6 +116,18 @@ def test_elements_that_regions_do_not_describe_are_refused(
 ) -> None:
     """Sums that are not added up yet, and rows that torch takes for equal chunks."""
     ranks(2).run(_refused_rank, placement, numels)
+
+
+def _num_regions() -> int:
+    """Return how many regions this rank has of tensors of one row, on all ranks and on the first."""
+    meshes = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [0])
+    rows = [distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]) for mesh in meshes]
+    return sum(len(local_regions("weight", tensor)) for tensor in rows)
+
+
+def test_ranks_without_elements_have_no_regions(ranks: Ranks) -> None:
+    """Not even empty ones, within the mesh or outside of it."""
+    assert ranks(2).run(_num_regions) == [2, 0]
 
 
 def test_replicas_agree_on_one_writer_and_share_the_bytes() -> None:
