@@ -130,15 +130,24 @@ def test_ranks_without_elements_have_no_regions(ranks: Ranks) -> None:
     assert ranks(2).run(_num_regions) == [2, 0]
 
 
-def test_replicas_agree_on_one_writer_and_share_the_bytes() -> None:
-    """Each region has exactly one writer, and no rank writes much more than its share."""
-    numels = [7, 1000, 3, 500, 500, 20, 1000, 1, 1, 400]
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [(numel, 4) for numel in (7, 1000, 3, 500, 500, 20, 1000, 1, 1, 400)],
+        [(1000, 8), (1000, 1), (1000, 1)] * 4,
+        [(1000, 4), (1000, 4), *[(1, 4)] * 300],
+    ],
+    ids=["one dtype", "dtypes", "scalars"],
+)
+def test_replicas_agree_on_one_writer_and_share_the_bytes(tensors: list[tuple[int, int]]) -> None:
+    """Each region has one writer, and no rank much more than its share; scalars cost a record."""
     balances = [ReplicaBalance(rank, 3) for rank in range(3)]
+    costs = [max(64, numel * itemsize) for numel, itemsize in tensors]
     loads = [0, 0, 0]
-    for numel in numels:
-        tensor = cast(torch.Tensor, SimpleNamespace(element_size=lambda: 4))
+    for (numel, itemsize), cost in zip(tensors, costs, strict=True):
+        tensor = cast(torch.Tensor, SimpleNamespace(element_size=lambda own=itemsize: own))
         writers = [b.is_mine(tensor, Region((0,), (numel,))) for b in balances]
         assert sum(writers) == 1
-        loads[writers.index(True)] += numel
-    assert max(loads) <= sum(numels) / 3 + max(numels)
+        loads[writers.index(True)] += cost
+    assert max(loads) <= sum(costs) / 3 + max(costs)
     assert min(loads) > 0
