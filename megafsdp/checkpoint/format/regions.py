@@ -170,7 +170,7 @@ def _regions_of_tensor(key: str, tensor: torch.Tensor) -> list[Region]:
     listed = [] if is_partial else tensor.__create_chunk_list__()
     chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed]
     regions = [region for region in chunks if region.numel]
-    if is_partial or local.numel() != sum(region.numel for region in regions):
+    if local.numel() != sum(region.numel for region in regions):
         raise CheckpointError.expected(
             "a DTensor whose local elements are those of its chunks",
             f"local shape {tuple(local.shape)}, {tensor.placements}, chunks {regions}",
