@@ -29,10 +29,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megafsdp.buffer.comm.collectives import record_collectives
+from megafsdp.buffer.dtensor.uneven_layout import Region
 from megafsdp.checkpoint import async_save, latest_step, load, save
 from megafsdp.checkpoint.format import save_root as on_disk
-from megafsdp.checkpoint.format.manifest import read_manifest
+from megafsdp.checkpoint.format.manifest import Chunk, Record, read_manifest
 from megafsdp.checkpoint.format.regions import ReplicaBalance
+from megafsdp.checkpoint.state.canonical import CanonicalState
+from megafsdp.checkpoint.state.merge import Table, Written, checksum_of_common, describe
 from megafsdp.checkpoint.tools.torch_file import from_torch
 from megafsdp.checkpoint.tools.verify import verify
 from megafsdp.errors import CheckpointError
@@ -258,6 +261,16 @@ def test_a_tensor_that_nobody_writes_is_refused(tmp_path: Path) -> None:
     ):
         save(tmp_path, step=1, model=nn.Linear(1, 1))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("region", [Region((0, 0), (2, 3)), Region((1, 0), (2, 4))])
+def test_chunks_of_whole_rows_begin_at_the_first_and_have_all_columns(region: Region) -> None:
+    """Two rows of three of the four columns do not fill two rows, nor do the second and third."""
+    state = CanonicalState(tensors={"weight": torch.zeros(2, 4)})
+    chunk = Chunk(region, Record("file", 0, 1, 0))
+    part = Written(checksum_of_common(state), Table({}, {}, {}), [("weight", chunk)])
+    with pytest.raises(CheckpointError, match="fill the 8 elements"):
+        describe(1, state, [part])
 
 
 class _Block(nn.Module):

@@ -119,7 +119,7 @@ def test_elements_that_regions_do_not_describe_are_refused(
 
 
 def _num_regions() -> int:
-    """Return how many regions this rank has of tensors of one row, on all ranks and on the first."""
+    """Return how many regions this rank has of a row on all ranks, and on the first alone."""
     meshes = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [0])
     rows = [distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]) for mesh in meshes]
     return sum(len(local_regions("weight", tensor)) for tensor in rows)

@@ -289,7 +289,11 @@ def test_the_states_of_torchs_muon_are_gone_on_with() -> None:
     theirs.step()
     others = [nn.Parameter(weight.detach().clone()) for weight in weights]
     ours = Muon(others, ns_dtype=torch.bfloat16)
-    ours.load_state_dict(theirs.state_dict())
+    packed = theirs.state_dict()
+    # Flat rows get the shape of their parameter.
+    flat = {name: value.reshape(-1) for name, value in packed["state"][0].items()}
+    ours.load_state_dict(packed | {"state": packed["state"] | {0: flat}})
+    assert ours.state[others[0]]["momentum_buffer"].shape == others[0].shape
     others[1].requires_grad_(False)
     ours.make_states()
     assert list(ours.state) == others[:1]
