@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from megafsdp.buffer.dtensor.uneven import UnevenDTensor, local_tensor
 from megafsdp.checkpoint.save import HasState
 from megafsdp.checkpoint.state.canonical import persistent_buffers
-from megafsdp.errors import expected
+from megafsdp.errors import expected, listed
 from megafsdp.fsdp.grouping import is_replaced
 from megafsdp.fsdp.params.parameter_group import group_of
 from megafsdp.fsdp.runtime.unit import units_below
@@ -77,11 +77,16 @@ class ReplicaState:
         shapes = {name: tuple(each.shape) for name, each in own.items()}
         other_shapes = {name: tuple(each.shape) for name, each in state["model"].items()}
         if shapes != other_shapes:
-            different = dict(set(other_shapes.items()) - set(shapes.items()))
+            names = dict.fromkeys([*shapes, *other_shapes])
+            different = [
+                f"'{name}' {other_shapes.get(name, 'missing')}, here {shapes.get(name, 'missing')}"
+                for name in names
+                if shapes.get(name) != other_shapes.get(name)
+            ]
             raise ValueError(
                 expected(
                     "a replica with the same model, mesh and strategy",
-                    f"rows of other shapes, such as {dict(list(different.items())[:3])}",
+                    f"rows of other shapes: {listed(different, separator='; ', limit=3)}",
                     where="load_state_dict() of a ReplicaState",
                     hint="Start all replicas with the same number of ranks and configuration",
                 )

@@ -53,9 +53,11 @@ def _next_step_is_equal(options: dict[str, object], kind: str) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         state = ReplicaState(net, optimizer, {"scheduler": scheduler})
         replicas.append((net, optimizer, scheduler, state))
-    net, optimizer, scheduler, state = replicas[0]
-    net(*mine(batches(1)[0])).backward()
-    optimizer.step()
+    # The other one has trained too, so it has states and gathered weights of its own.
+    for each, own_optimizer, _, _ in replicas:
+        each(*mine(batches(1)[0])).backward()
+        own_optimizer.step()
+    net, _, scheduler, state = replicas[0]
     scheduler.step()
     net.seen.add_(7)
     received: dict[str, object] = {}
@@ -70,11 +72,12 @@ def _next_step_is_equal(options: dict[str, object], kind: str) -> None:
         own_optimizer.zero_grad()
         each(*mine(batches(2)[1])).backward()
         own_optimizer.step()
-    other, other_optimizer, _, _ = replicas[1]
+    other, other_optimizer, other_scheduler, _ = replicas[1]
     wanted = full_state_dict(net)
     for name, value in full_state_dict(other).items():
         assert torch.equal(value, wanted[name]), name
     assert other_optimizer.param_groups[0]["lr"] == 5e-3
+    assert other_scheduler.state_dict() == scheduler.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -132,8 +135,11 @@ def _another_cut() -> None:
     optimizer = FusedAdam(net.parameters())
     other = shard(Net(2), strategy="no_shard")
     state = ReplicaState(other, FusedAdam(other.parameters())).state_dict()
+    first, *_ = state["model"]
+    del state["model"][first]
     before = copy.deepcopy(full_state_dict(net))
-    with pytest.raises(ValueError, match=r"same model, mesh and strategy.*rows of other shapes"):
+    words = rf"same model, mesh and strategy, got rows of other shapes: '{first}' missing, here \("
+    with pytest.raises(ValueError, match=words):
         ReplicaState(net, optimizer).load_state_dict(state)
     assert all(torch.equal(value, before[name]) for name, value in full_state_dict(net).items())
     assert dist.get_world_size() == 2
