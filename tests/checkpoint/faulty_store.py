@@ -194,14 +194,16 @@ class FaultyFileSystem(AbstractFileSystem):
             os._exit(EXIT_CODE)
         _put(path, value, fault)
 
+    def rm(self, path: list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Remove objects, the manifest last: a store promises no order within a request."""
+        for one in sorted(path):
+            self.rm_file(one)
+
     def rm_file(self, path: str) -> None:
         """Remove an object."""
         path = self._strip_protocol(path)
         FaultyStore.of(path).ask("remove", path)
         os.unlink(path)
-
-    def _rm(self, path: str) -> None:
-        self.rm_file(path)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> AbstractBufferedFile:
         return _Upload(self, path, mode, **kwargs)
