@@ -17,7 +17,7 @@ from megafsdp import checkpoint, fully_shard, fully_shard_model
 from megafsdp.buffer.dtensor.op_rules import IS_DISPATCH_BYPASSED
 from megafsdp.fsdp.keywords import StrategyChoice
 from megafsdp.fsdp.params.wrapped import is_wrapped, unwrapped
-from tests.fsdp.toy import adamw, assert_same_grads, full_tensors
+from tests.fsdp.toy import adamw, assert_same_grads, full_tensors, train_bit_for_bit
 from tests.ranks import Ranks
 
 WIDTH = 32
@@ -94,20 +94,9 @@ def _trains(
     convert(reference)
     assert type(reference[0].up) is not nn.Linear or is_wrapped(reference[0].up.weight)
     net = fully_shard_model(copy.deepcopy(reference), [Block], strategy=strategy)
-    optimizers = [adamw(reference), adamw(net)]
     for block in (*reference, *net) if is_compiled else ():
         block.compile()
-    num_ranks = dist.get_world_size()
-    for _ in range(3):
-        batch = torch.randn(num_ranks, 32, WIDTH)
-        # Scales of a batch are its own, so the oracle runs the ranks' batches one by one.
-        for part in batch:
-            (reference(part).square().mean() / num_ranks).backward()
-        net(batch[dist.get_rank()]).square().mean().backward()
-        assert_same_grads(net, reference, rtol=0, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_bit_for_bit(reference, net, 32, WIDTH)
     for name, found in full_tensors(dict(net.named_parameters())).items():
         assert torch.equal(found, unwrapped(reference.get_parameter(name))), name
 

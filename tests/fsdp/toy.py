@@ -229,6 +229,28 @@ def train_both(
     return losses
 
 
+def train_bit_for_bit(reference: nn.Module, net: nn.Module, *shape: int) -> torch.Tensor:
+    """Train both for three steps, and assert that gradients have the same bits; collective.
+
+    The reference runs the ranks' batches one by one: scales of a batch are its own. Two ranks'
+    gradients are halved and added, which rounds alike on both sides.
+
+    Returns:
+        The last batch: of all ranks, each of this shape.
+    """
+    optimizers = [adamw(reference), adamw(net)]
+    for _ in range(3):
+        batch = torch.randn(dist.get_world_size(), *shape)
+        for part in batch:
+            (reference(part).square().mean() / len(batch)).backward()
+        net(batch[dist.get_rank()]).square().mean().backward()
+        assert_same_grads(net, reference, rtol=0, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return batch
+
+
 def train_on_shares(reference: nn.Module, net: nn.Module, num_shares: int, own: int) -> None:
     """Train both for three steps in fp64: one on all tokens, the other on one share of them.
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megafsdp import (
@@ -22,7 +21,7 @@ from megafsdp import (
 )
 from megafsdp.buffer.comm.collectives import record_collectives
 from megafsdp.fsdp.params.parameter_group import group_of
-from tests.fsdp.toy import adamw, assert_same_grads, options_of_strategies
+from tests.fsdp.toy import options_of_strategies, train_bit_for_bit
 from tests.ranks import Ranks
 
 WIDTH = 64
@@ -81,16 +80,7 @@ def _assert_same_weights(net: nn.Module, expected: nn.Module) -> None:
 def _train(storage: torch.dtype, **options: object) -> None:
     # Built twice, because a copy of a parameter has no attributes.
     reference, net = _net(storage), _sharded(_net(storage), **options)
-    optimizers = [adamw(reference), adamw(net)]
-    for _ in range(2):
-        batch = torch.randn(dist.get_world_size(), 3, WIDTH)
-        for rows in batch:
-            (reference(rows).square().mean() / len(batch)).backward()
-        net(batch[dist.get_rank()]).square().mean().backward()
-        assert_same_grads(net, reference, rtol=0, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    batch = train_bit_for_bit(reference, net, 3, WIDTH)
     _assert_same_weights(net, reference)
     with summon_full_params(net):
         assert torch.equal(net(batch[0]), reference(batch[0]))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -27,7 +26,7 @@ from megafsdp import (
 from megafsdp.errors import ConfigError
 from megafsdp.mesh.torch_private import is_arriving, local_of, wrap_part
 from tests.fsdp.composed import Codes
-from tests.fsdp.toy import adamw, assert_same_grads, full_tensors, options_of_strategies
+from tests.fsdp.toy import assert_same_grads, full_tensors, options_of_strategies, train_bit_for_bit
 from tests.ranks import Ranks
 
 WIDTH = 24
@@ -141,16 +140,7 @@ def _train(**options: object) -> None:
     # Optimizers and checkpoints see a plain weight, which does not keep the whole one alive.
     assert type(weight.detach().to_local()) is torch.Tensor and weight.is_mine
     assert "inner" not in vars(weight)
-    optimizers = [adamw(reference), adamw(net)]
-    for _ in range(3):
-        batch = torch.randn(dist.get_world_size(), 3, WIDTH)
-        for rows in batch:
-            (reference(rows).square().mean() / len(batch)).backward()
-        net(batch[dist.get_rank()]).square().mean().backward()
-        assert_same_grads(net, reference, rtol=0, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_bit_for_bit(reference, net, 3, WIDTH)
     for name, found in full_tensors(dict(net.named_parameters())).items():
         wanted = reference.get_parameter(name)
         assert torch.equal(found, wanted.inner if isinstance(wanted, Rounded) else wanted), name
