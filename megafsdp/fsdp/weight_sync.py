@@ -288,9 +288,10 @@ def mark_main_weights_changed(
 
     Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
     sharded parameters are noticed. Call it after writes to ``.local`` or ``to_local()``, because
-    ranks without rows make none. Call it also after writes to ``no_shard`` parameters that are on
-    the host or whose compute weights have another dtype: torch does not count all of these. Under
-    delayed scaling, the history of a weight whose maximum has changed begins anew.
+    ranks without rows make none. Of ``no_shard`` or 0-dim parameters that are on the host or have
+    another compute dtype, call it also after writes by a list of only these, or to their entries in
+    a state dict: torch does not count these. Under delayed scaling, the history of a weight whose
+    maximum has changed begins anew.
 
     Args:
         module: A module with units below it.

@@ -601,10 +601,24 @@ EDITS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+class _Scaled(nn.Linear):
+    """A layer with a 0-dim parameter, of which every rank has the whole."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs)
+        self.scale = nn.Parameter(torch.tensor(0.75))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scaled outputs."""
+        return super().forward(x) * self.scale
+
+
 def _edited(strategy: str, edit: str, dtypes: tuple[torch.dtype | None, ...]) -> None:
     for dtype in dtypes:
         torch.manual_seed(0)
-        reference = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        # A write to the entry of a 0-dim parameter is not counted.
+        layer_class = nn.Linear if edit == "state dict" else _Scaled
+        reference = nn.Sequential(layer_class(4, 8), layer_class(8, 4))
         for layer in reference:
             layer.register_state_dict_post_hook(_rename)
         net = copy.deepcopy(reference)
@@ -624,7 +638,7 @@ def _edited(strategy: str, edit: str, dtypes: tuple[torch.dtype | None, ...]) ->
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard"])
 def test_the_next_forward_sees_edits_by_hand(ranks: Ranks, strategy: str, edit: str) -> None:
     """Of aliases, by lists, as an evaluation of averages makes them, and of renamed entries."""
-    # What torch counts of replicated parameters: no lists. A renamed entry is not found.
+    # What torch counts of replicated parameters: no lists of only these, no entries.
     has_cast = strategy != "no_shard" or edit == "one by one"
     ranks(2).run(_edited, strategy, edit, (None, torch.bfloat16) if has_cast else (None,))
 

@@ -365,7 +365,7 @@ def _run_on_locals(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
                 return run_as_torch(func, str(func), args, kwargs)
     local_args, local_kwargs = map_operands(_local_operand, args, kwargs)
     result = func(*local_args, **local_kwargs)
-    count_writes(func, local_args, local_kwargs)
+    count_writes(func, args, kwargs)
     if result is None:
         return None
     sources = uneven_leaves(args, kwargs)
@@ -423,7 +423,7 @@ def _local_operand(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
     # Lists may also have replicated DTensors, and DTensors that torch has cut.
-    if value.ndim or isinstance(value, RowShardedDTensor):
+    if value.ndim or not any(placement.is_partial() for placement in value.placements):
         return local_of(value)
     # A scalar such as a norm may be Partial: full_tensor() makes its reduction over ranks. Detach
     # it first: torch 2.12 detaches one that requires gradients by an operator that it refuses.

@@ -74,7 +74,8 @@ def count_writes(func: Callable[..., Any], args: Sequence[object], kwargs: dict[
         [args[place] for place in places_written(func) if place < len(args)]
         + [value for name, value in kwargs.items() if name in _names_written(func)]
     )
-    tensors = [local_of(w) if isinstance(w, DTensor) else w for w in written]
+    # Of lists torch counts no write at all; an alias shares the wrapper's count, not the local one.
+    tensors = [t for w in written for t in ((w, local_of(w)) if isinstance(w, DTensor) else (w,))]
     counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)
