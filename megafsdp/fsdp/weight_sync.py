@@ -289,9 +289,9 @@ def mark_main_weights_changed(
     Optimizer steps, ``load_state_dict`` and checkpoint loads do so by themselves, and operations on
     sharded parameters are noticed. Call it after writes to ``.local`` or ``to_local()``, because
     ranks without rows make none. Of ``no_shard`` or 0-dim parameters that are on the host or have
-    another compute dtype, call it also after writes by a list of only these, or to their entries in
-    a state dict: torch does not count these. Under delayed scaling, the history of a weight whose
-    maximum has changed begins anew.
+    another compute dtype, call it also after writes to their entries in a state dict, or by a list
+    of only these (torch 2.11: of their ``.data``): torch does not count these. Under delayed
+    scaling, the history of a weight whose maximum has changed begins anew.
 
     Args:
         module: A module with units below it.
