@@ -106,7 +106,8 @@ class DiffReport(Report):
         lines += [f"{key}: {how}" for key, how in self.objects.items()]
         num = len(lines)
         summary = f"{num} difference{'s' if num > 1 else ''}" if num else "equal"
-        last = f"A {self.left}, B {self.right}: {summary}; {self.num_equal} keys are equal"
+        equal = "1 key is equal" if self.num_equal == 1 else f"{self.num_equal} keys are equal"
+        last = f"A {self.left}, B {self.right}: {summary}; {equal}"
         return [*lines, last]
 
 

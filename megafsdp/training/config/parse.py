@@ -293,8 +293,12 @@ def _read_file(path: str) -> dict[str, dict[str, Any]]:
     where = f"file '{path}'"
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        what = "a file that can be read"
+        got = error.strerror or str(error)
+        raise ConfigError(expected(what, got, where=where, hint="Check its path")) from error
     # ValueError: text that is not UTF-8.
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise _unreadable(str(error), where) from error
     _checked(values, where)
     return dict(values)

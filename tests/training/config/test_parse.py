@@ -223,7 +223,7 @@ def test_anchors_are_no_keys_that_stand_twice(tmp_path: Path) -> None:
         ),
         (["--train.steps"], "argument --train.steps: expected one argument"),
         (["word"], "got 'word'"),
-        (["--config", "no/such/file.yaml"], "No such file"),
+        (["--config", "no/such/file.yaml"], "a file that can be read, got No such file"),
         (["--config"], "argument --config: expected one argument"),
     ],
 )
