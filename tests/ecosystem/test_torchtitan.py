@@ -81,10 +81,10 @@ def _write_assets(folder: Path) -> None:
     (folder / "tests/assets/c4_test/data.json").write_text(lines)
 
 
-def _train(folder: Path, program: str, run: str, num_steps: int, options: list[str]) -> list[float]:
+def _train(folder: Path, program: str, run: str, num_steps: int, options: str) -> list[float]:
     """Train up to a step, saving every second one; return loss and norm of each step."""
     (folder / "driver.py").write_text(DRIVER)
-    num_ranks, model, config, *others = options
+    num_ranks, model, config, *others = options.split()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", num_ranks]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "driver.py"]
     command += ["--module", model, "--config", config, "--training.disable_cuda_graphs"]
@@ -102,18 +102,17 @@ def _train(folder: Path, program: str, run: str, num_steps: int, options: list[s
     return [float(each) for line in sorted(set(found)) for each in line]
 
 
-CASES = [
-    ["4", "qwen3", "qwen3_debugmodel", "--parallelism.tensor_parallel_degree", "2"],
-    [
-        *("4", "qwen3", "qwen3_moe_debug", "--parallelism.expert_parallel_degree", "2"),
-        # gloo's exchange of lists takes equal sizes alone.
-        "--debug.moe_force_load_balance",
-    ],
-]
+CASES = {
+    "tied weights, tp": "4 qwen3 qwen3_debugmodel --parallelism.tensor_parallel_degree 2",
+    # gloo's exchange of lists takes equal sizes alone.
+    "mixture, ep": "4 qwen3 qwen3_moe_debug --parallelism.expert_parallel_degree 2 "
+    "--debug.moe_force_load_balance",
+    "lora over float8": "2 llama3 llama3_debugmodel_float8_emulate_lora",
+}
 
 
-@pytest.mark.parametrize("options", CASES, ids=["tied weights, tp", "mixture, ep"])
-def test_runs_go_on_from_checkpoints_of_fsdp2_and_back(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_runs_go_on_from_checkpoints_of_fsdp2_and_back(tmp_path: Path, options: str) -> None:
     """Each trains from the other's checkpoint, to the other's losses and norms."""
     _write_assets(tmp_path)
     (ours,) = python_blocks((PAGES / "torchtitan.md").read_text())
