@@ -300,7 +300,8 @@ class HybridDeviceOptimizer(FusedAdam):
         # max_grad_norm, the loop itself may still clip after this.
         if self.max_grad_norm is None or not self.overlap or not bucket.group.axes.is_sharded:
             return
-        # The previous step must have written the weights that this one reads.
+        # The previous step must have written the weights that this one reads. This also cancels
+        # work that was begun for gradients which were cleared since.
         bucket.group.wait_for_step()
         if self._host is not None:
             bucket.copy_grads(grads)

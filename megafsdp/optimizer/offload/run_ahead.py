@@ -298,7 +298,7 @@ class AheadStep:
         # Before the counts are compared, as only this call notices writes by others.
         group.mark_stale_if_written()
         is_alike = self.copy is copy and self.segment_runs == segment_runs
-        return is_alike and self._num_changes == group.num_changes and not self._is_cancelled
+        return is_alike and self._num_changes == group.num_changes
 
     def has_guessed(self, scale: float) -> bool:
         """Return whether the guessed factor equals this one in fp32."""
@@ -399,7 +399,7 @@ class StepsAhead:
         """Issue the copy of a bucket's gradients and, if the guess allows, Adam on them.
 
         Args:
-            bucket: The bucket.
+            bucket: The bucket; earlier work for it was cancelled.
             grads: Its complete main gradient, 1-D.
             max_norm: The norm above which the step clips.
             threads: Threads of the kernel.
@@ -414,7 +414,6 @@ class StepsAhead:
         segment_runs = find_segment_runs() if speculates else None
         if forecast is None or segment_runs is None:
             return
-        self.cancel(bucket)
         spare = self._spares.get(bucket)
         if spare is None:
             # Not made here: touching and pinning its pages would delay backward.
