@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +24,12 @@ from megafsdp import (
 )
 from megafsdp._native import native_module
 from megafsdp.buffer.dtensor.uneven import local_tensor
+from megafsdp.device.background import BackgroundThread
 from megafsdp.device.host_copies import Copies, ThreadLink, Transfer
+from megafsdp.device.memory import ByteLedger
 from megafsdp.optimizer.kernels import square_sum
+from megafsdp.optimizer.offload import run_ahead
+from megafsdp.optimizer.offload.bucket import Bucket
 from megafsdp.optimizer.offload.bucket_step import DeferredScalar, HostThreads
 from megafsdp.optimizer.offload.hybrid import HybridDeviceOptimizer
 from megafsdp.optimizer.offload.placement import groups_of
@@ -33,6 +38,7 @@ from megafsdp.optimizer.offload.run_ahead import (
     ClippingForecast,
     Forecaster,
     OffloadCounts,
+    StepsAhead,
 )
 from tests.fsdp.toy import Net, batches, mine
 from tests.optimizer.offload.hybrid_runs import (
@@ -243,6 +249,10 @@ def _changes_count(of: str) -> None:
             committed = optimizer.offload_counts.committed - before
             # Two units in the step without a change; what the other one takes depends on it.
             assert committed == 4 if change is _evaluates else committed >= 2, (change, is_late)
+        if isinstance(optimizer, HybridDeviceOptimizer) and is_late:
+            # What was known to be of no use when the worker came to it has not run.
+            counts = optimizer.offload_counts
+            assert (counts.speculated, counts.replayed) == (counts.committed, 0)
 
 
 def _hold_back(patch: pytest.MonkeyPatch, owner: type, name: str) -> threading.Event:
@@ -375,6 +385,48 @@ def test_gaps_of_both_slabs_are_zero(ranks: Ranks) -> None:
     assert sum(ranks(3).run(_gaps_after_right_guesses)) > 0
 
 
+def _ahead_under_a_limit(starts_over: bool) -> int:
+    """Return how many of four buckets ran ahead; the limit is below the norm, or below twice it."""
+    net = make_net(Case())
+    backward(net, 0)
+    buffers = [group.gradients.main_grad.buffer for group in groups_of(net.parameters())]
+    squares = [b.flat.double().square().sum().item() for b in buffers if b is not None]
+    square = 1.5 * sum(squares) if starts_over else sum(squares) - min(squares) / 2
+    case = Case(1.0, max_grad_norm=math.sqrt(square), speculate=True)
+    net = make_net(case)
+    optimizer = make_optimizer(net, case)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    for _ in range(1 + starts_over):
+        optimizer.zero_grad()
+        _handed_over(net, 0)
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.offload_counts.committed == (4 if starts_over else 0)
+    return optimizer.offload_counts.speculated
+
+
+def test_a_guess_is_refuted_by_all_buckets_together(ranks: Ranks) -> None:
+    """Each of them alone, and all but the last, keep to the limit; cleared gradients do not add."""
+    assert ranks(1).run(_ahead_under_a_limit, False)[0] < 4
+    assert ranks(1).run(_ahead_under_a_limit, True)[0] >= 4
+
+
+def test_cancelled_work_makes_no_second_slab() -> None:
+    """The bucket may have been cancelled because it returns to the device."""
+    link, bucket = ThreadLink(), mock.create_autospec(Bucket, instance=True)
+    ahead = StepsAhead(True, BackgroundThread("unused"), link, ByteLedger())
+    threads = HostThreads(num_threads=1, ftz=False)
+    ahead.begin(bucket, torch.ones(1), math.inf, threads, lambda: [])
+    ahead.cancel(bucket)
+    ahead.make_spares()
+    assert not bucket.shown.called
+    ahead.begin(bucket, torch.ones(1), math.inf, threads, lambda: [])
+    with mock.patch.object(run_ahead, "SpareSlab") as spare:
+        ahead.make_spares()
+    spare.assert_called_once()
+    link.close()
+
+
 def _num_states_after_a_skipped_step() -> tuple[int, int]:
     """Return how many parameters have states after a first step that is skipped, and the next."""
     case = Case(1.0, max_grad_norm=100.0, speculate=True)
@@ -463,9 +515,14 @@ def test_frozen_parts_of_a_unit_keep_their_values(ranks: Ranks) -> None:
 
 
 def _bytes() -> None:
-    for speculate, per_element in ((False, 12), (True, 24)):
-        net = make_net(Case())
-        case = Case(1.0, max_grad_norm=100.0, speculate=speculate)
+    guesses = Case(1.0, max_grad_norm=100.0, speculate=True)
+    for case, per_element in (
+        (replace(guesses, speculate=False), 12),
+        (replace(guesses, overlap=False), 12),
+        (replace(guesses, strategy="no_shard"), 12),
+        (guesses, 24),
+    ):
+        net = make_net(case)
         optimizer = make_optimizer(net, case)
         assert isinstance(optimizer, HybridDeviceOptimizer)
         for seed in range(2):
@@ -480,7 +537,10 @@ def _bytes() -> None:
 
 
 def test_a_second_slab_is_made_by_those_who_guess(ranks: Ranks) -> None:
-    """Twelve bytes an element in place, as many again where steps may have to be undone."""
+    """Twelve bytes an element in place, as many again where steps may have to be undone.
+
+    Without overlap nothing begins in backward, and changes of replicated gradients go unnoticed.
+    """
     ranks(2).run(_bytes)
 
 
@@ -523,9 +583,12 @@ def test_a_number_of_the_device_comes_over_the_link() -> None:
     link.close()
 
 
-@pytest.mark.parametrize("norms", [[3.0, 4.1], [math.nan], [math.inf]])
+@pytest.mark.parametrize("norms", [[3.0, 4.0005, 0.7], [math.nan], [math.inf]])
 def test_a_forecast_is_refuted_when_the_norm_must_clip(norms: list[float]) -> None:
-    """As soon as the gradients seen so far have such a norm, unscaled, or none at all."""
+    """As soon as the gradients seen so far have such a norm, unscaled, or none at all.
+
+    A norm that is above the limit by rounding alone says nothing.
+    """
     forecast = ClippingForecast(0.5, 2.5)
     for norm in norms[:-1]:
         forecast.add_norm(norm)
@@ -546,7 +609,9 @@ def test_the_guess_of_a_step_is_made_of_the_last() -> None:
     for norm in (math.inf, math.nan):
         forecaster.note_step(torch.tensor(norm), None, link)
         assert forecaster.forecast(1.0) is not None
-    forecaster.note_step(torch.tensor(5.0), None, link)
+    # All steps count, also those before which nothing asked for a guess.
+    for norm in (5.0, math.nan):
+        forecaster.note_step(torch.tensor(norm), None, link)
     assert forecaster.forecast(1.0) is None
     assert forecaster.forecast(2.0) is not None
     assert Forecaster(speculate=False).forecast(1.0) is None
