@@ -367,25 +367,34 @@ def test_gradients_of_two_backwards_are_copied_from_where_they_are(ranks: Ranks)
     ranks(2).run(_mixed_grads)
 
 
-def _grads_are_freed() -> None:
+def _grads_are_freed(how: str) -> None:
     case, link = Case(1.0, max_grad_norm=100.0, speculate=False), ThreadLink()
     net = make_net(case)
     optimizer = make_optimizer(net, case, link=link)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
     with microbatch(net, is_last=True):
         backward(net, seed=0)
     grads = [group.gradients.main_grad.buffer for group in groups_of(net.parameters())]
     flats = [weakref.ref(buffer.flat) for buffer in grads if buffer is not None]
     del grads
+    if how != "no step":
+        optimizer.step()
     # Copies are made in order, so those of all gradients are complete.
     link.to_host([(torch.zeros(1), torch.zeros(1))]).wait()
     assert len(flats) == 4 and all(flat() is not None for flat in flats)
-    optimizer.zero_grad()
+    if how == "cleared by hand":
+        optimizer.synchronize()
+        for parameter in net.parameters():
+            parameter.grad = None
+    else:
+        optimizer.zero_grad()
     assert not any(flat() is not None for flat in flats)
 
 
-def test_gradients_that_no_step_used_are_freed(ranks: Ranks) -> None:
-    """As after an overflow: their copies began in backward, and have read them."""
-    ranks(2).run(_grads_are_freed)
+@pytest.mark.parametrize("how", ["no step", "step", "cleared by hand"])
+def test_gradients_are_freed_once_they_are_cleared(ranks: Ranks, how: str) -> None:
+    """Their copies have read them; the step on the host may be under way, or never come."""
+    ranks(2).run(_grads_are_freed, how)
 
 
 def _few_rows() -> dict[str, Any]:
