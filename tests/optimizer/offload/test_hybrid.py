@@ -203,10 +203,14 @@ def _some_gradients_are_none() -> None:
         net = shard(net, mp_policy=BF16)
         optimizer = make_optimizer(net, Case(fraction))
         generator = torch.Generator().manual_seed(3)
+        losses = {}
         for seed in range(5):
-            backward(net, seed)
+            losses[f"loss {seed}"] = backward(net, seed)
             if seed in (1, 2):
+                # An edit counts in the next forward, though no step writes its cast.
                 net.blocks[0].up.weight.grad = None
+                with torch.no_grad():
+                    net.blocks[0].up.weight.mul_(1.5)
             if seed == 3:
                 net.blocks[2].norm.weight.grad = None
                 bias = net.blocks[2].down.bias
@@ -220,7 +224,7 @@ def _some_gradients_are_none() -> None:
                 net.extra.grad = torch.ones_like(net.extra) if rows is not None else None
             optimizer.step()
             optimizer.zero_grad()
-        found.append(local_bits(net, optimizer))
+        found.append(losses | local_bits(net, optimizer))
     assert (
         any(
             local_tensor(p).numel() == 0 and id(p) in {id(q) for q in optimizer.state}
