@@ -224,6 +224,7 @@ _TABLE = {
     "optimizer/offload/hybrid.py": [
         ("bucket.release_grads()", ("offload", "optimizer, zeros", "COMPUTE_FIRST")),
         ("    handle.adopt_thread()", ("offload", "optimizer", "COMPUTE_FIRST"), ""),
+        ("self._link.fence()", ("offload", "optimizer, repeats", "COPIES_FIRST")),
     ],
     "optimizer/offload/run_ahead.py": [
         ("self.copy.wait()", ("offload", "optimizer, half, ahead", "COMPUTE_FIRST")),
