@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -94,6 +95,9 @@ def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
     _root_with(tmp_path, [3], 7)
     with pytest.raises(CheckpointError, match=r"step 7, got published steps \[3\]"):
         on_disk.find(tmp_path, None)
+    # It is still the latest for a conversion, which must go beyond it.
+    with pytest.raises(CheckpointError, match="Give --step 8 or above"):
+        on_disk.require_ahead(tmp_path, 7)
 
 
 def test_a_step_is_not_looked_for_in_the_directory_of_another(tmp_path: Path) -> None:
@@ -151,6 +155,27 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     assert not temporary.exists()
 
 
+def test_a_scratch_directory_goes_with_its_writer(tmp_path: Path) -> None:
+    """Be it done, failed or killed; those of other paths belong to others."""
+    left, other = (on_disk.temporary_beside(tmp_path / name) for name in ("a.pt", "b.pt"))
+    left.mkdir()
+    other.mkdir()
+    with pytest.raises(OSError, match="full"), on_disk.scratch_beside(tmp_path / "a.pt") as own:
+        assert set(tmp_path.iterdir()) == {own, other}
+        raise OSError("the disk is full")
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_directory_is_closed_after_it_was_synced(tmp_path: Path) -> None:
+    """The lowest free descriptor is the next one."""
+    before = os.open(tmp_path, os.O_RDONLY)
+    os.close(before)
+    on_disk.sync_directory(tmp_path)
+    after = os.open(tmp_path, os.O_RDONLY)
+    os.close(after)
+    assert after == before
+
+
 @pytest.mark.parametrize("fault", ["rename", "rmtree"])
 def test_a_directory_that_cannot_be_removed_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
@@ -171,6 +196,7 @@ def test_a_directory_that_cannot_be_removed_fails_no_save(
     assert on_disk.latest_step(tmp_path) == 2
     assert on_disk.published_steps(tmp_path) == ([1, 2] if fault == "rename" else [2])
     with mock.patch.object(*where, kept):
+        assert saves_to(tmp_path).prune(keep_last=1, keep_every=None) == []
         save(tmp_path, step=3, model=torch.nn.Linear(2, 2))
     save(tmp_path, step=4, model=torch.nn.Linear(2, 2), keep_last=1)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000004", on_disk.TRACKER_FILE}
