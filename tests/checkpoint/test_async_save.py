@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from megafsdp import load_full_state_dict
 from megafsdp.buffer.comm.collectives import record_collectives
@@ -39,7 +40,7 @@ from megafsdp.checkpoint import (
     wait_for_saves,
 )
 from megafsdp.checkpoint.background import staging
-from megafsdp.checkpoint.background.pending_save import SAVES
+from megafsdp.checkpoint.background.pending_save import SAVES, BackgroundSaves
 from megafsdp.checkpoint.background.staging import HostSlab, Staging
 from megafsdp.checkpoint.format import save_root as on_disk
 from megafsdp.errors import CheckpointError
@@ -311,9 +312,9 @@ def _use_in_child(
     pending.wait_staged()
     model.load_state_dict(model.state_dict())
     optimizer.step()
+    async_save(root, step=2, model=model).result()
     with pytest.raises(CheckpointError, match="one forked from it"):
         pending.result()
-    async_save(root, step=2, model=model).result()
     return 0
 
 
@@ -478,6 +479,8 @@ def _busy_on_rank_zero(root: Path) -> str:
         message = _refusal(lambda: async_save(root, step=2, model=model, when_busy="raise"))
         gate.set()
         first.result()
+    # One that has ended everywhere is not.
+    async_save(root, step=2, model=model, when_busy="raise").result()
     return message
 
 
@@ -541,14 +544,17 @@ def _fail_to_stage(root: Path, where: str) -> str:
             raise MemoryError("no host memory")
 
     target = (HostSlab, "_reserve") if where == "memory" else (Staging, "copy")
+    hold = _Held("copies made")
     with contextlib.ExitStack() as stack:
         if torch.distributed.get_rank() == 1:
             stack.enter_context(mock.patch.object(*target, full))
+            stack.enter_context(mock.patch.object(on_disk, "reached", hold))
         pending = async_save(root, step=2, model=model)
+        # The rank that failed has nothing to wait for.
+        model.load_state_dict(model.state_dict())
+        hold.release()
         if where == "copy":
             wait_for_saves()
-    # The rank that failed has nothing to wait for.
-    model.load_state_dict(model.state_dict())
     try:
         pending.result()
         message = ""
@@ -707,7 +713,26 @@ def test_released_memory_is_taken_again(tmp_path: Path) -> None:
     pending: PendingSave = async_save(tmp_path, step=1, model=Toy())
     release_staging_memory()
     assert pending.done()
+    num_hooks = len(_global_optimizer_pre_hooks)
     async_save(tmp_path, step=2, model=Toy()).result()
+    # One hook of the process serves all saves.
+    assert len(_global_optimizer_pre_hooks) == num_hooks > 0
+
+
+def test_signals_are_handled_from_the_main_thread_alone() -> None:
+    """Python refuses it to others, from which a save may begin too."""
+    saves = BackgroundSaves()
+    with (
+        mock.patch.object(signal, "getsignal", return_value=signal.SIG_DFL),
+        mock.patch.object(signal, "signal") as handle,
+    ):
+        saves._flush_on_signals()
+        handled = [call.args[0] for call in handle.call_args_list]
+        worker = threading.Thread(target=saves._flush_on_signals)
+        worker.start()
+        worker.join()
+        assert handle.call_count == len(handled)
+    assert handled == [signal.SIGTERM, signal.SIGHUP]
 
 
 def test_nothing_outlives_the_save(tmp_path: Path) -> None:
