@@ -196,13 +196,15 @@ def test_gradients_outlast_backwards_that_do_not_use_their_parameters(
     ranks(2).run(_in_some_backwards, orders)
 
 
-def _given_up_between_microbatches() -> None:
+def _given_up_between_microbatches(strategy: str) -> None:
     reference = Branches()
-    net = fully_shard(copy.deepcopy(reference))
+    net = fully_shard(copy.deepcopy(reference), strategy=strategy)
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = torch.arange(8.0 * world).view(world, 1, 8)
     with microbatch(net, is_last=False):
         net(inputs[rank], rank).backward()
+    if strategy == "optim":
+        net.zero_grad()  # Only the model knows of sums that wait on this rank.
     for parameter in net.parameters():
         parameter.grad = None  # As an optimizer does, which knows nothing of the model.
     for each in range(world):
@@ -211,9 +213,12 @@ def _given_up_between_microbatches() -> None:
     assert_same_grads(net, reference)
 
 
-def test_clearing_between_microbatches_clears_what_only_other_ranks_used(ranks: Ranks) -> None:
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_clearing_between_microbatches_clears_what_only_other_ranks_used(
+    ranks: Ranks, strategy: str
+) -> None:
     """A sum that waits for the ranks to agree goes with the gradients that are shown."""
-    ranks(2).run(_given_up_between_microbatches)
+    ranks(2).run(_given_up_between_microbatches, strategy)
 
 
 class Optional(nn.Module):
