@@ -121,3 +121,32 @@ def test_readers_wait_in_every_strategy(ranks: Ranks, strategy: str) -> None:
     """Replicated parameters are plain DTensors of torch: there ``step`` itself has waited."""
     case = Case(1.0, strategy=strategy, num_blocks=1)
     ranks(2).run(_reads_what_is_stepped, ("full_tensor", "norms"), case)
+
+
+def _readers_beside_a_waiting_thread() -> list[bool]:
+    """Return whether readers of each unit still wait after another thread has begun to wait."""
+    net = make_net(Case(num_blocks=1))
+    optimizer = make_optimizer(net, Case(1.0))
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    weights = [net.embedding.weight, net.blocks[0].up.weight]
+    with _held_worker() as may_run:
+        backward(net, 0)
+        optimizer.step()
+        waiter = threading.Thread(target=optimizer.synchronize)
+        waiter.start()
+        waiter.join(0.05)
+        readers = [threading.Thread(target=READERS["local"], args=([each],)) for each in weights]
+        for reader in readers:
+            reader.start()
+        readers[0].join(0.05)
+        readers[1].join(0.05)
+        are_waiting = [reader.is_alive() for reader in readers]
+        may_run.set()
+        for thread in (waiter, *readers):
+            thread.join()
+    return are_waiting
+
+
+def test_a_thread_that_waits_for_a_step_lets_no_other_pass(ranks: Ranks) -> None:
+    """Readers on other threads find the step until it has ended."""
+    assert ranks(2).run(_readers_beside_a_waiting_thread) == [[True, True]] * 2
