@@ -179,6 +179,10 @@ def test_values_that_a_state_is_set_to_are_copied(dtype: torch.dtype) -> None:
     for weight in weights:
         optimizer.set_scaled_state(weight, "exp_avg", values)
         assert torch.equal(optimizer.get_unscaled_state(weight, "exp_avg"), values)
+    # Also those that a load or a user puts in the place of the state.
+    optimizer.state[weights[1]]["exp_avg"] = values.clone().neg_()
+    assert torch.equal(optimizer.get_unscaled_state(weights[1], "exp_avg"), -values)
+    optimizer.set_scaled_state(weights[1], "exp_avg", values)
     before = weights[0].detach().clone()
     optimizer.step()
     assert torch.equal(values, torch.full((2, 8), -3.0))
