@@ -296,7 +296,9 @@ def _read_file(path: str) -> dict[str, dict[str, Any]]:
     except OSError as error:
         what = "a file that can be read"
         got = error.strerror or str(error)
-        raise ConfigError(expected(what, got, where=where, hint="Check its path")) from error
+        raise ConfigError(
+            expected(what, got, where=where, hint="Name a file that you may read")
+        ) from error
     # ValueError: text that is not UTF-8.
     except (ValueError, yaml.YAMLError) as error:
         raise _unreadable(str(error), where) from error
